@@ -1,0 +1,622 @@
+"""Hosts with slow links on one machine: network namespaces, veth pairs, a switch and token buckets.
+
+    with Cluster(2, rate="1gbit", delay_ms=0) as cluster:
+        done = cluster.mpirun([sys.executable, "worker.py"])       # one rank per host, Open MPI over TCP
+        done = cluster.horovodrun([sys.executable, "worker.py"])   # the same with Gloo
+        print(done.returncode, done.stdout, cluster.bytes())       # bytes sent by each host so far
+
+Every host is a network namespace with its own host name, its own /etc/hosts and one interface `eth0`,
+limited in both directions. The switch sits in a namespace of its own, so nothing appears among the
+machine's interfaces. `rate=None` leaves the links unlimited, `rate="shm"` makes no namespaces at all: plain
+local ranks over shared memory (MPI) or loopback (Gloo), which needs no privileges.
+
+From the shell:  python benchmarks/cluster.py --hosts 2 --rate 1gbit -- python script.py
+
+Everything is taken down on exit, on an exception, and on SIGINT, SIGTERM or SIGHUP; what a SIGKILL leaves
+behind is removed by the next Cluster, or by `python benchmarks/cluster.py --sweep`.
+"""
+
+import argparse
+import atexit
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+SUBNET = "10.77.0"
+STATE = Path("/run/horovod_aps_clusters")
+NETNS = Path("/run/netns")
+ETC_NETNS = Path("/etc/netns")
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_serial = itertools.count()
+
+# Enter a host: its namespace (with its /etc/hosts), its cores, its host name.
+_ENTER = """#!/bin/sh
+host=$1; shift
+cores=$(cat "$(dirname "$0")/$host.cores") || exit 255
+exec ip netns exec "$host" taskset -c "$cores" unshare -u \\
+    sh -c 'echo "$0" >/proc/sys/kernel/hostname && exec "$@"' "$host" "$@"
+"""
+# What mpirun's plm_rsh_agent and horovodrun call as `ssh [options] host [options] command...`.
+_SSH = """#!/bin/sh
+host=
+while [ $# -gt 0 ]; do
+    case $1 in
+        -[bcDEeFIiJLlmOopQRSWw]) shift 2 ;;
+        -*) shift ;;
+        *) [ -z "$host" ] || break; host=${1#*@}; shift ;;
+    esac
+done
+exec "$(dirname "$0")/enter" "$host" sh -c "$*"
+"""
+
+
+class ClusterError(RuntimeError):
+    """The hosts cannot be built here, or a command that builds them failed."""
+
+
+class ClusterTimeout(ClusterError):
+    """A launched command took too long and was killed; `output` holds what it had printed."""
+
+    def __init__(self, message: str, output: str) -> None:
+        super().__init__(message)
+        self.output = output
+
+
+def rate_in_bits(rate: str) -> float:
+    """Bits per second of a rate as `tc` writes it: "100mbit", "1gbit", "2.5gbit"."""
+    match = re.fullmatch(r"([0-9.]+)([kmg]?)bit", rate)
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(f'Cluster: rate must look like "1gbit" or be "shm" or None, got {rate!r}')
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def missing() -> list[str]:
+    """What this machine lacks for building hosts; empty if nothing."""
+    lacks = [] if os.geteuid() == 0 else ["root privileges"]
+    packages = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "taskset": "util-linux"}
+    lacks += [
+        f"the command `{name}` (Debian package {package})"
+        for name, package in packages.items()
+        if shutil.which(name) is None
+    ]
+    return lacks
+
+
+def interface_bytes(interface: str = "eth0") -> int | None:
+    """Bytes sent so far through an interface of the caller's own host; None if it has no such interface."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, colon, counters = line.partition(":")
+        if colon and name.strip() == interface:
+            return int(counters.split()[8])
+    return None
+
+
+def sweep() -> list[str]:
+    """Remove the hosts of clusters whose process has died; returns their name prefixes."""
+    removed = []
+    with _mutex():
+        for lock_path in sorted(STATE.glob("*/lock")):
+            with open(lock_path) as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue  # its owner lives
+                _remove(lock_path.parent.name)
+                removed.append(lock_path.parent.name)
+    return removed
+
+
+class Cluster:
+    """Hosts on one machine with links of a chosen rate and latency; use it as a context manager.
+
+    Attributes: `hosts` (host names, which are also the namespaces' names; all "localhost" for "shm"),
+    `is_local`, `rate_bits` (None if unlimited), `n_hosts`. `delay_ms` is the time from one host to another,
+    half a round trip. `pin` gives every host its own share of the cores instead of letting all hosts use
+    all cores.
+    """
+
+    def __init__(
+        self, n_hosts: int, rate: str | None = "1gbit", delay_ms: float = 0.0, pin: bool = False
+    ) -> None:
+        if n_hosts < 1 or n_hosts > 200:
+            raise ValueError(f"Cluster: n_hosts must be in 1..200, got {n_hosts}")
+        if delay_ms < 0:
+            raise ValueError(f"Cluster: delay_ms must not be negative, got {delay_ms}")
+        self.n_hosts, self.rate, self.delay_ms, self.pin = n_hosts, rate, delay_ms, pin
+        self.is_local = rate == "shm"
+        if self.is_local and delay_ms:
+            raise ValueError('Cluster: rate="shm" has no link that delay_ms could slow down')
+        self.rate_bits = None if rate is None or self.is_local else rate_in_bits(rate)
+        self._prefix = f"aps{os.getpid()}x{next(_serial)}"
+        self.hosts = (
+            ["localhost"] * n_hosts if self.is_local else [f"{self._prefix}h{k}" for k in range(n_hosts)]
+        )
+        self._switch = f"{self._prefix}switch"
+        self._state = STATE / self._prefix
+        self._running: set[subprocess.Popen[str]] = set()
+        self._lock: int | None = None
+        self._old_handlers: dict[signal.Signals, object] = {}
+        self._is_up = False
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Build the hosts; `close` must follow, which the context manager sees to."""
+        if not self.is_local and (lacks := missing()):
+            raise ClusterError(
+                f"Cluster: building hosts needs {' and '.join(lacks)}. "
+                'Without them rate="shm" (--rate shm) runs the ranks on this machine.'
+            )
+        self._is_up = True
+        atexit.register(self.close)
+        self._catch_signals()
+        try:
+            if not self.is_local:
+                sweep()
+                self._build()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Kill what still runs on the hosts and remove them; harmless when called again."""
+        if not self._is_up:
+            return
+        with _signals_blocked():
+            self._is_up = False
+            for process in list(self._running):
+                _kill_tree(process)
+            if not self.is_local:
+                _remove(self._prefix)
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
+            atexit.unregister(self.close)
+            for number, handler in self._old_handlers.items():
+                signal.signal(number, handler)  # type: ignore[arg-type]
+            self._old_handlers.clear()
+
+    def bytes(self) -> list[int]:
+        """Bytes that each host has sent since the cluster was built; empty for "shm", which has no wire.
+
+        The kernel counts a large TCP segment once, headers included, so the frames' extra headers (3.6 % at
+        an MTU of 1500) are in the time that the link takes, but not in this number.
+        """
+        if self.is_local:
+            return []
+        reports = [
+            json.loads(_tool("ip", "-j", "-s", "-n", host, "link", "show", "dev", "eth0"))
+            for host in self.hosts
+        ]
+        return [int(report[0]["stats64"]["tx"]["bytes"]) for report in reports]
+
+    def mpirun(
+        self,
+        argv: Sequence[str],
+        np: int | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 600.0,
+        extra_mca: Mapping[str, str] | None = None,
+        capture: bool = True,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run argv on all hosts under Open MPI, one rank per host unless np says otherwise.
+
+        `env` is exported to the ranks. With `capture` the result holds stdout and stderr, else both go to
+        this process's own. Raises ClusterTimeout, with everything on the hosts killed, after `timeout`
+        seconds.
+        """
+        n_ranks = self.n_hosts if np is None else np
+        command = [
+            "mpirun",
+            "--allow-run-as-root",
+            "--bind-to",
+            "none",
+            "--map-by",
+            "slot",
+            "-np",
+            str(n_ranks),
+        ]
+        mca = {"pml": "ob1"}
+        if self.is_local:
+            command += ["--oversubscribe"]
+            mca["btl"] = "vader,self"
+        else:
+            command += ["-H", self._host_list(n_ranks)]
+            mca |= {
+                "plm_rsh_agent": str(self._state / "ssh"),
+                "btl": "tcp,self" if n_ranks <= self.n_hosts else "tcp,vader,self",
+                "btl_tcp_if_include": f"{SUBNET}.0/24",
+                "oob_tcp_if_include": f"{SUBNET}.0/24",
+            }
+        if n_ranks > (os.cpu_count() or 1):
+            # Each host believes that it has all cores to itself, so Open MPI does not see that ranks share.
+            mca["mpi_yield_when_idle"] = "1"
+        for key, value in (mca | dict(extra_mca or {})).items():
+            command += ["--mca", key, value]
+        for key in env or {}:
+            command += ["-x", key]
+        return self._launch([*command, *argv], env, timeout, capture)
+
+    def horovodrun(
+        self,
+        argv: Sequence[str],
+        np: int | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 600.0,
+        capture: bool = True,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run argv on all hosts under `horovodrun --gloo`; as `mpirun` in everything else."""
+        n_ranks = self.n_hosts if np is None else np
+        # The launcher of the environment that this Python belongs to, whether or not that is activated.
+        beside = Path(sys.executable).parent / "horovodrun"
+        command = [str(beside) if beside.exists() else "horovodrun", "--gloo", "-np", str(n_ranks)]
+        if self.is_local:
+            command += ["-H", f"localhost:{n_ranks}"]
+        else:
+            command += ["-H", self._host_list(n_ranks), "--network-interfaces", "eth0"]
+        return self._launch([*command, *argv], env, timeout, capture)
+
+    def run(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        timeout: float = 600.0,
+        capture: bool = True,
+    ) -> list[subprocess.CompletedProcess[str]]:
+        """Run argv on every host at once, without a launcher; HOST_INDEX tells the copies apart."""
+        results: dict[int, subprocess.CompletedProcess[str] | ClusterError] = {}
+
+        def one(k: int) -> None:
+            try:
+                results[k] = self._launch(
+                    argv, {**(env or {}), "HOST_INDEX": str(k)}, timeout, capture, host=k
+                )
+            except ClusterError as error:
+                results[k] = error
+
+        threads = [threading.Thread(target=one, args=(k,)) for k in range(self.n_hosts)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for result in results.values():
+            if isinstance(result, ClusterError):
+                raise result
+        return [
+            result for _, result in sorted(results.items()) if isinstance(result, subprocess.CompletedProcess)
+        ]
+
+    def address(self, host: int = 0) -> str:
+        """The IPv4 address of a host."""
+        return "127.0.0.1" if self.is_local else f"{SUBNET}.{host + 1}"
+
+    def _host_list(self, n_ranks: int) -> str:
+        slots = -(-n_ranks // self.n_hosts)
+        return ",".join(f"{host}:{slots}" for host in self.hosts)
+
+    def _launch(
+        self, argv: Sequence[str], env: Mapping[str, str] | None, timeout: float, capture: bool, host: int = 0
+    ) -> subprocess.CompletedProcess[str]:
+        if not self._is_up:
+            raise ClusterError("Cluster: not running; use it in a `with` statement")
+        command = list(argv) if self.is_local else [str(self._state / "enter"), self.hosts[host], *argv]
+        environment = {**os.environ, **(env or {})}
+        if not self.is_local:
+            environment["PATH"] = f"{self._state}:{environment.get('PATH', '')}"
+        pipe = subprocess.PIPE if capture else None
+        # A session of its own keeps the terminal's Ctrl-C for this process, which then kills what it started.
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            start_new_session=True,
+        )
+        self._running.add(process)
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self._kill_all(process)
+            out, err = process.communicate()
+            raise ClusterTimeout(
+                f"Cluster: killed after {timeout:.0f} s: {' '.join(argv)}", (out or "") + (err or "")
+            ) from None
+        finally:
+            self._running.discard(process)
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+    def _kill_all(self, process: subprocess.Popen[str]) -> None:
+        _kill_tree(process)
+        for host in [] if self.is_local else self.hosts:
+            _kill_namespace(host)
+
+    def _build(self) -> None:
+        with _mutex():
+            self._state.mkdir(parents=True)
+            self._lock = os.open(self._state / "lock", os.O_CREAT | os.O_RDWR)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        for name, text in (("enter", _ENTER), ("ssh", _SSH)):
+            (self._state / name).write_text(text)
+            (self._state / name).chmod(0o755)
+        table = "127.0.0.1 localhost\n" + "".join(
+            f"{self.address(k)} {host}\n" for k, host in enumerate(self.hosts)
+        )
+        _tool("ip", "netns", "add", self._switch)
+        for k, host in enumerate(self.hosts):
+            (self._state / f"{host}.cores").write_text(self._cores(k))
+            (ETC_NETNS / host).mkdir(parents=True)
+            (ETC_NETNS / host / "hosts").write_text(table)
+            _tool("ip", "netns", "add", host)
+            _tool(
+                "ip",
+                "link",
+                "add",
+                "eth0",
+                "netns",
+                host,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                f"port{k}",
+                "netns",
+                self._switch,
+            )
+            # No IPv6: its chatter would be counted. Cubic where there is a choice: the default may be one
+            # that paces by its own estimate of the link, which adds to what is being measured.
+            _tool(
+                "ip",
+                "netns",
+                "exec",
+                host,
+                "sh",
+                "-c",
+                "echo 1 2>&- >/proc/sys/net/ipv6/conf/all/disable_ipv6; "
+                "echo cubic 2>&- >/proc/sys/net/ipv4/tcp_congestion_control; true",
+            )
+            _tool("ip", "-n", host, "address", "add", f"{self.address(k)}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                _tool("ip", "-n", host, "link", "set", device, "up")
+            _tool("ip", "-n", self._switch, "link", "set", f"port{k}", "up")
+            if self.rate_bits is not None:
+                self._limit(host, "eth0")
+                self._limit(self._switch, f"port{k}")
+        self._connect_ports()
+
+    def _cores(self, k: int) -> str:
+        cores = sorted(os.sched_getaffinity(0))
+        if self.pin:
+            share = max(1, len(cores) // self.n_hosts)
+            first = (k * share) % len(cores)
+            cores = cores[first : first + share]
+        return ",".join(map(str, cores))
+
+    def _limit(self, namespace: str, device: str) -> None:
+        """Token bucket on what leaves a device; its burst holds at least one 64 kB segment."""
+        assert self.rate_bits is not None
+        burst = max(int(self.rate_bits / 8 * 1e-3), 80_000)
+        queue = max(int(self.rate_bits / 8 * 0.05), 1_000_000)
+        _tool(
+            "tc",
+            "-n",
+            namespace,
+            "qdisc",
+            "add",
+            "dev",
+            device,
+            "root",
+            "tbf",
+            "rate",
+            f"{self.rate_bits:.0f}bit",
+            "burst",
+            str(burst),
+            "limit",
+            str(queue),
+        )
+
+    def _connect_ports(self) -> None:
+        ports = [f"port{k}" for k in range(self.n_hosts)]
+        if self.delay_ms == 0:
+            _tool(
+                "ip",
+                "-n",
+                self._switch,
+                "link",
+                "add",
+                "bridge0",
+                "type",
+                "bridge",
+                "stp_state",
+                "0",
+                "forward_delay",
+                "0",
+                "mcast_snooping",
+                "0",
+            )
+            for port in ports:
+                _tool("ip", "-n", self._switch, "link", "set", port, "master", "bridge0")
+            _tool("ip", "-n", self._switch, "link", "set", "bridge0", "up")
+            return
+        script = Path(__file__).with_name("delayline.py")
+        process = subprocess.Popen(
+            [
+                "ip",
+                "netns",
+                "exec",
+                self._switch,
+                sys.executable,
+                str(script),
+                "--delay-ms",
+                str(self.delay_ms),
+                *ports,
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._running.add(process)
+        assert process.stdout is not None
+        if process.stdout.readline() != "ready\n":
+            raise ClusterError(f"Cluster: {script.name} did not start, exit code {process.wait()}")
+
+    def _catch_signals(self) -> None:
+        """Turn signals that would end the process at once into exceptions, so that `close` runs."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            raise SystemExit(128 + number)
+
+        for number in _SIGNALS:
+            # SIGINT counts as unhandled also when a shell started us with it ignored, as in `command &`.
+            handler = signal.getsignal(number)
+            if handler == signal.SIG_DFL or (number == signal.SIGINT and handler == signal.SIG_IGN):
+                self._old_handlers[number] = signal.signal(number, stop)
+
+
+@contextlib.contextmanager
+def _mutex() -> Iterator[None]:
+    """Held while a cluster's lock is being made or tested, so that sweep never meets a half-made one."""
+    STATE.mkdir(parents=True, exist_ok=True)
+    with open(STATE / "mutex", "w") as mutex:
+        fcntl.flock(mutex, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    old = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, old)
+
+
+def _tool(*command: str) -> str:
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise ClusterError(f"Cluster: `{' '.join(command)}` failed: {(done.stderr or done.stdout).strip()}")
+    return done.stdout
+
+
+def _remove(prefix: str) -> None:
+    """Take down all namespaces with a name prefix, and their files; ignores what is already gone."""
+    for path in sorted(NETNS.glob(f"{prefix}h*")) + sorted(NETNS.glob(f"{prefix}switch")):
+        _kill_namespace(path.name)
+        subprocess.run(["ip", "netns", "del", path.name], check=False, capture_output=True)
+    for path in ETC_NETNS.glob(f"{prefix}h*"):
+        shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(STATE / prefix, ignore_errors=True)
+
+
+def _kill_namespace(name: str) -> None:
+    """Kill every process in a namespace, again until none is left: they may be forking."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        listed = subprocess.run(["ip", "netns", "pids", name], check=False, capture_output=True, text=True)
+        if not (pids := listed.stdout.split()):
+            return
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _kill_tree(process: subprocess.Popen[str]) -> None:
+    """End a launcher and all it started: first politely, since launchers then clean up after themselves."""
+    if process.poll() is not None:
+        return
+    below = _descendants(process.pid)
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=3)
+    for pid in [process.pid, *below]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def _descendants(root: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # The command's name may hold brackets; the parent is the second field after the last one.
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    found, queue = [], [root]
+    while queue:
+        below = children.get(queue.pop(), [])
+        found += below
+        queue += below
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="Run a command on hosts with slow links.", allow_abbrev=False
+    )
+    parser.add_argument("--hosts", type=int, default=2, help="number of hosts (2)")
+    parser.add_argument("--np", type=int, help="number of ranks (one per host)")
+    parser.add_argument(
+        "--rate", default="1gbit", help='of each link, such as 100mbit, or "shm", or "none" (1gbit)'
+    )
+    parser.add_argument(
+        "--delay-ms", type=float, default=0.0, help="from host to host, half a round trip (0)"
+    )
+    parser.add_argument("--pin", action="store_true", help="give each host its own cores")
+    parser.add_argument("--launcher", choices=("mpi", "gloo", "plain"), default="mpi")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds (3600)")
+    parser.add_argument("--sweep", action="store_true", help="only remove what dead runs have left behind")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- command")
+    arguments = parser.parse_args()
+    if arguments.sweep:
+        print("removed:", " ".join(sweep()) or "nothing")
+        return 0
+    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if not command:
+        parser.error("no command given")
+    rate = None if arguments.rate == "none" else arguments.rate
+    try:
+        with Cluster(arguments.hosts, rate, arguments.delay_ms, arguments.pin) as cluster:
+            if arguments.launcher == "mpi":
+                return cluster.mpirun(
+                    command, arguments.np, timeout=arguments.timeout, capture=False
+                ).returncode
+            if arguments.launcher == "gloo":
+                return cluster.horovodrun(
+                    command, arguments.np, timeout=arguments.timeout, capture=False
+                ).returncode
+            return max(
+                done.returncode for done in cluster.run(command, timeout=arguments.timeout, capture=False)
+            )
+    except (ClusterError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
