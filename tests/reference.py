@@ -67,6 +67,11 @@ def max_exponent(fmt: Any) -> int:
     return math.frexp(max_value(fmt))[1] - 1
 
 
+def top_spacing(fmt: Any) -> float:
+    """Spacing of the values in the top binade: from the largest value to the power of two above it."""
+    return float(2.0 ** (max_exponent(fmt) + 1)) - max_value(fmt)
+
+
 def width(fmt: Any) -> int:
     """Bits of one code."""
     return int(1 + fmt.exp_bits + fmt.man_bits)
@@ -137,6 +142,28 @@ def quantize(x: ArrayLike, fmt: Any, saturate: bool | None = None) -> F64:
     else:
         replacement = np.copysign(np.nan if fmt.man_bits > 0 else np.inf, x)
     return np.where(nan, replacement, result)
+
+
+def nearest_codes_sorted(magnitudes: F64, fmt: Any) -> NDArray[Any]:
+    """Codes of sorted finite magnitudes, found by comparing with the midpoints between neighbouring values.
+
+    A second definition of rounding to nearest even, which shares nothing with `quantize`; fast for long arrays.
+    """
+    codes = np.arange(max_code(fmt) + 1)
+    values = decode(codes, fmt)
+    neighbours = values[1:]
+    if fmt.specials:  # Inf stands where the next value would be
+        neighbours = np.append(neighbours, values[-1] + top_spacing(fmt))
+    midpoints = (values[: neighbours.size] + neighbours) / 2
+    # With m = 0 every value but zero has the odd significand 1: a tie goes up.
+    lower_is_even = codes[: neighbours.size] % 2 == 0 if fmt.man_bits > 0 else codes[: neighbours.size] == 0
+    first_above = np.where(
+        lower_is_even,
+        np.searchsorted(magnitudes, midpoints, side="right"),
+        np.searchsorted(magnitudes, midpoints, side="left"),
+    )
+    counts = np.diff(np.concatenate(([0], first_above, [magnitudes.size])))
+    return np.repeat(np.arange(counts.size).astype(code_dtype(fmt)), counts)
 
 
 def code_dtype(fmt: Any) -> np.dtype[Any]:
@@ -222,8 +249,8 @@ def scan_exponent(x: ArrayLike, fmt: Any, stochastic: bool = False) -> int:
     exponent = math.frexp(largest)[1] - 1
     scaled = math.ldexp(math.frexp(largest)[0], max_exponent(fmt) + 1)  # largest * 2^(emax - E), without overflow
     # Rounding to the spacing of the top binade, as if the format went on above its largest value.
-    top_spacing = max_value(fmt) - float(decode(np.array([max_code(fmt) - 1]), fmt)[0])
-    rounded = scaled if stochastic else round(Fraction(scaled) / Fraction(top_spacing)) * Fraction(top_spacing)
+    spacing = Fraction(top_spacing(fmt))
+    rounded = scaled if stochastic else round(Fraction(scaled) / spacing) * spacing
     return exponent + 1 if rounded > max_value(fmt) else exponent
 
 
