@@ -1,0 +1,391 @@
+// The CPU kernel library: C functions over a table of segments, called through ctypes (which releases the GIL).
+//
+// This file checks the table, splits the work over threads and picks the instruction set; the loops are in
+// aps_cpu_kernels.inc, the arithmetic in aps_scalar.h. Every function returns 0, or 16 * (segment + 1) + reason.
+#include "aps_scalar.h"
+
+#include <stdlib.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#define APS_X86 1
+#endif
+
+typedef const uint8_t* const* Inputs;
+
+struct CpuKernels {
+    uint64_t (*scan)(const ApsSegment&, int64_t, int64_t);
+    void (*encode)(const ApsSegment&, uint8_t*, int64_t, int64_t, int, uint64_t);
+    void (*decode)(const ApsSegment&, Inputs, int, int, int64_t, int64_t);
+    uint64_t (*reduce_scan)(const ApsSegment&, Inputs, int, int64_t, int64_t);
+    void (*reduce)(const ApsSegment&, Inputs, int, int, int, uint8_t*, int64_t, int64_t, int, uint64_t);
+};
+
+namespace aps_baseline {
+#include "aps_cpu_kernels.inc"
+}
+#ifdef APS_X86
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c")
+#define APS_AVX2 1
+namespace aps_avx2 {
+#include "aps_cpu_kernels.inc"
+}
+#undef APS_AVX2
+#pragma GCC pop_options
+#endif
+
+// ---------------------------------------------------------------------------------------------- settings
+static int g_threads = 1;
+static int g_use_avx2 = -1;  // -1: not asked yet
+
+static const CpuKernels& active() {
+#ifdef APS_X86
+    if (g_use_avx2 < 0) g_use_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    if (g_use_avx2) return aps_avx2::kernels;
+#endif
+    return aps_baseline::kernels;
+}
+
+// Subnormal numbers count, whatever the calling thread's flush-to-zero setting is.
+struct FloatEnvironment {
+#if defined(APS_X86)
+    unsigned int saved = _mm_getcsr();
+    FloatEnvironment() { _mm_setcsr((saved & ~0xe040u) | 0x1f80u); }  // clear FTZ, DAZ and the rounding mode
+    ~FloatEnvironment() { _mm_setcsr(saved); }
+#elif defined(__aarch64__)
+    uint64_t saved;
+    FloatEnvironment() {
+        __asm__ volatile("mrs %0, fpcr" : "=r"(saved));
+        uint64_t plain = saved & ~((1ull << 24) | (3ull << 22));
+        __asm__ volatile("msr fpcr, %0" ::"r"(plain));
+    }
+    ~FloatEnvironment() { __asm__ volatile("msr fpcr, %0" ::"r"(saved)); }
+#else
+    FloatEnvironment() {}
+#endif
+};
+
+// ---------------------------------------------------------------------------------------------- checks
+enum { BAD_BITS = 1, BAD_DTYPE = 2, BAD_POINTER = 3, BAD_RANGE = 4, BAD_COUNT = 5 };
+
+static int64_t check(const ApsSegment* s, int64_t n_segs, bool uses_data, int64_t length) {
+    for (int64_t k = 0; k < n_segs; ++k) {
+        const ApsSegment& g = s[k];
+        int reason = 0;
+        int width = g.flags & APS_RAW ? 32 : 1 + g.exp_bits + g.man_bits;
+        if (!(g.flags & APS_RAW) && (g.exp_bits < 1 || g.exp_bits > 8 || g.man_bits > 23)) reason = BAD_BITS;
+        else if (!(g.flags & APS_RAW) && g.exp_bits == 1 && g.man_bits == 0 && (g.flags & APS_SPECIALS)) reason = BAD_BITS;
+        else if (g.dtype > 3) reason = BAD_DTYPE;
+        else if (g.n < 0 || g.n > (INT64_MAX >> 6)) reason = BAD_COUNT;
+        else if (uses_data && g.n > 0 && !g.data) reason = BAD_POINTER;
+        else if (length >= 0 && (g.offset < 0 || g.offset > length || (g.n * width + 7) / 8 > length - g.offset)) reason = BAD_RANGE;
+        if (reason) return 16 * (k + 1) + reason;
+    }
+    return 0;
+}
+static int64_t check_inputs(Inputs in, int n_in) {
+    if (n_in < 1) return BAD_COUNT;
+    for (int j = 0; j < n_in; ++j) {
+        if (!in[j]) return BAD_POINTER;
+    }
+    return 0;
+}
+
+// ---------------------------------------------------------------------------------------------- threads
+// Call body(segment, begin, end) over all elements; a thread gets one contiguous stretch of the bucket, cut at
+// multiples of 8 elements within a segment so that no two threads write the same byte.
+template <class Body>
+static void for_ranges(ApsSegment* s, int64_t n_segs, const Body& body) {
+    int64_t total = 0;
+    for (int64_t k = 0; k < n_segs; ++k) total += s[k].n;
+    int n_threads = g_threads;
+    if (total < 1 << 15) n_threads = 1;
+    if (n_threads <= 1) {
+        FloatEnvironment environment;
+        for (int64_t k = 0; k < n_segs; ++k) {
+            if (s[k].n) body(k, (int64_t)0, s[k].n);
+        }
+        return;
+    }
+#ifdef _OPENMP
+#pragma omp parallel num_threads(n_threads)
+    {
+        FloatEnvironment environment;
+        int64_t share = total / omp_get_num_threads() + 1;
+        int64_t low = share * omp_get_thread_num(), high = low + share, start = 0;
+        for (int64_t k = 0; k < n_segs; start += s[k].n, ++k) {
+            int64_t n = s[k].n;
+            if (start >= high || start + n <= low) continue;
+            int64_t begin = low > start ? (low - start + 7) / 8 * 8 : 0;
+            int64_t end = high < start + n ? (high - start + 7) / 8 * 8 : n;
+            if (end > n) end = n;
+            if (begin < end) body(k, begin, end);
+        }
+    }
+#endif
+}
+
+static void atomic_max(uint64_t* where, uint64_t value) {
+    uint64_t seen = __atomic_load_n(where, __ATOMIC_RELAXED);
+    while (seen < value && !__atomic_compare_exchange_n(where, &seen, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+}
+
+// Scratch that a calling thread keeps between calls.
+struct Scratch {
+    void* memory = nullptr;
+    size_t size = 0;
+    ~Scratch() { free(memory); }
+    void* get(size_t bytes) {
+        if (bytes > size) {
+            free(memory);
+            memory = malloc(bytes);
+            size = memory ? bytes : 0;
+        }
+        return memory;
+    }
+};
+static thread_local Scratch t_scratch;
+
+// ---------------------------------------------------------------------------------------------- C interface
+extern "C" {
+
+int aps_abi_version() { return 1; }
+int aps_set_num_threads(int n) {
+    g_threads = n < 1 ? 1 : n;
+    return g_threads;
+}
+int aps_has_openmp() {
+#ifdef _OPENMP
+    return 1;
+#else
+    return 0;
+#endif
+}
+// For tests and benchmarks: 0 selects the baseline loops, 1 AVX2 where present; returns what is in use.
+int aps_use_avx2(int use) {
+    g_use_avx2 = -1;
+    active();
+    if (!use) g_use_avx2 = 0;
+    return g_use_avx2 == 1;
+}
+// For tests: set flush-to-zero and denormals-are-zero of the calling thread; returns the state before.
+int aps_set_flush_to_zero(int on) {
+#if defined(APS_X86)
+    unsigned int csr = _mm_getcsr();
+    _mm_setcsr(on ? csr | 0x8040u : csr & ~0x8040u);
+    return (csr & 0x8040u) != 0;
+#else
+    (void)on;
+    return 0;
+#endif
+}
+
+int64_t aps_scan(ApsSegment* s, int64_t n_segs, int stochastic) {
+    int64_t bad = check(s, n_segs, true, -1);
+    if (bad) return bad;
+    uint64_t* top = (uint64_t*)t_scratch.get((size_t)(n_segs + 1) * 8);
+    memset(top, 0, (size_t)n_segs * 8);
+    const CpuKernels& kernel = active();
+    for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end) {
+        if (!(s[k].flags & APS_RAW)) atomic_max(&top[k], kernel.scan(s[k], begin, end));
+    });
+    for (int64_t k = 0; k < n_segs; ++k) {
+        s[k].exponent = s[k].flags & APS_RAW ? 0 : aps_exponent(top[k], s[k].dtype, aps_segment_format(s[k]), stochastic ? APS_UP : APS_NEAREST);
+    }
+    return 0;
+}
+
+int64_t aps_encode_segments(ApsSegment* s, int64_t n_segs, uint8_t* message, int64_t length, int stochastic, uint64_t seed) {
+    int64_t bad = check(s, n_segs, true, length);
+    if (bad) return bad;
+    const CpuKernels& kernel = active();
+    for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end) {
+        kernel.encode(s[k], message, begin, end, stochastic ? APS_STOCHASTIC : APS_NEAREST, seed);
+    });
+    return 0;
+}
+
+int64_t aps_decode_segments(ApsSegment* s, int64_t n_segs, Inputs in, int n_in, int64_t length, int accumulate) {
+    int64_t bad = check(s, n_segs, true, length);
+    if (!bad) bad = check_inputs(in, n_in);
+    if (bad) return bad;
+    const CpuKernels& kernel = active();
+    for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end) { kernel.decode(s[k], in, n_in, accumulate, begin, end); });
+    return 0;
+}
+
+int64_t aps_reduce_segments(ApsSegment* s, int64_t n_segs, Inputs in, int n_in, int accumulate, uint8_t* message, int64_t length,
+                            int stochastic, uint64_t seed) {
+    int64_t bad = check(s, n_segs, false, length);
+    if (!bad) bad = check_inputs(in, n_in);
+    if (bad) return bad;
+    const CpuKernels& kernel = active();
+    uint64_t* top = (uint64_t*)t_scratch.get((size_t)(n_segs + 1) * 8);
+    memset(top, 0, (size_t)n_segs * 8);
+    auto is_special = [](const ApsSegment& g) {
+        return g.flags & APS_RAW || g.exponent == APS_EXP_ZERO || g.exponent == APS_EXP_NONFINITE;
+    };
+    if (accumulate == APS_SUM_FLOAT) {  // pass 1: the exponent of the sums
+        for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end) {
+            if (!is_special(s[k])) atomic_max(&top[k], kernel.reduce_scan(s[k], in, n_in, begin, end));
+        });
+    }
+    int32_t* acc_exp = (int32_t*)top;  // in place: entry k is read before it is written
+    for (int64_t k = 0; k < n_segs; ++k) {
+        int e = APS_EXP_ZERO;
+        if (!is_special(s[k])) {
+            e = APS_ACC_EXP;
+            if (accumulate == APS_SUM_FLOAT) {
+                e = aps_exponent(top[k], APS_F64, aps_segment_format(s[k]), stochastic ? APS_UP : APS_NEAREST);
+                s[k].exponent = e == APS_EXP_ZERO ? e : s[k].exponent + e - APS_ACC_EXP;
+            }
+        } else if (s[k].flags & APS_RAW) {
+            s[k].exponent = 0;
+        }
+        acc_exp[k] = e;
+    }
+    int mode = stochastic ? APS_STOCHASTIC : APS_NEAREST;
+    for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end) {
+        kernel.reduce(s[k], in, n_in, accumulate, acc_exp[k], message, begin, end, mode, seed);
+    });
+    return 0;
+}
+
+int64_t aps_residual_segments(ApsSegment* s, int64_t n_segs, const uint8_t* message, int64_t length) {
+    int64_t bad = check(s, n_segs, true, length);
+    if (bad) return bad;
+    for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end) {
+        ApsFormat f = aps_segment_format(s[k]);
+        void* data = (void*)s[k].data;
+        for (int64_t i = begin; i < end; ++i) {
+            uint32_t code = aps_get(message + s[k].offset, i, f.width);
+            aps_store(data, s[k].dtype, i, aps_residual(aps_load(data, s[k].dtype, i), code, s[k], f));
+        }
+    });
+    return 0;
+}
+
+int64_t aps_add_segments(ApsSegment* s, int64_t n_segs, const uint64_t* targets) {
+    int64_t bad = check(s, n_segs, true, -1);
+    for (int64_t k = 0; !bad && k < n_segs; ++k) bad = s[k].n && !targets[k] ? 16 * (k + 1) + BAD_POINTER : 0;
+    if (bad) return bad;
+    for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end) {
+        float* kept = (float*)targets[k];
+        for (int64_t i = begin; i < end; ++i) kept[i] = aps_add_error(kept[i], aps_load((const void*)s[k].data, s[k].dtype, i), s[k].dtype);
+    });
+    return 0;
+}
+
+int64_t aps_measure_segments(ApsSegment* s, int64_t n_segs, const uint8_t* message, int64_t length, double* out) {
+    int64_t bad = check(s, n_segs, true, length);
+    if (bad) return bad;
+    FloatEnvironment environment;
+    for (int64_t k = 0; k < n_segs; ++k) {
+        ApsFormat f = aps_segment_format(s[k]);
+        double* total = out + 4 * k;
+        total[0] = total[1] = total[2] = total[3] = 0.0;
+        for (int64_t i = 0; i < s[k].n; i += APS_MEASURE_CHUNK) {
+            int64_t end = i + APS_MEASURE_CHUNK < s[k].n ? i + APS_MEASURE_CHUNK : s[k].n;
+            double part[4];
+            aps_measure_chunk(s[k], f, message + s[k].offset, i, end, part);
+            for (int c = 0; c < 3; ++c) total[c] += part[c];
+            if (!(part[3] <= total[3])) total[3] = part[3];
+        }
+    }
+    return 0;
+}
+
+// Arrays in the format's own domain, no scaling; index i of the array is the position in the random stream of uid 0.
+static ApsSegment array_segment(int64_t n, int e, int m, int specials, int dtype) {
+    ApsSegment s;
+    memset(&s, 0, sizeof s);
+    s.n = n;
+    s.exp_bits = (uint8_t)e;
+    s.man_bits = (uint8_t)m;
+    s.flags = specials ? APS_SPECIALS : 0;
+    s.dtype = (uint8_t)dtype;
+    return s;
+}
+static uint32_t get_code(const void* codes, int width, int64_t i) {
+    return width <= 8 ? ((const uint8_t*)codes)[i] : width <= 16 ? ((const uint16_t*)codes)[i] : ((const uint32_t*)codes)[i];
+}
+static void set_code(void* codes, int width, int64_t i, uint32_t code) {
+    if (width <= 8) ((uint8_t*)codes)[i] = (uint8_t)code;
+    else if (width <= 16) ((uint16_t*)codes)[i] = (uint16_t)code;
+    else ((uint32_t*)codes)[i] = code;
+}
+static int64_t array_check(int64_t n, int e, int m, int dtype) {
+    if (e < 1 || e > 8 || m < 0 || m > 23) return BAD_BITS;
+    if (dtype < 0 || dtype > 3) return BAD_DTYPE;
+    return n < 0 ? BAD_COUNT : 0;
+}
+
+int64_t aps_encode_array(const void* x, void* codes, int64_t n, int dtype, int e, int m, int specials, int saturate,
+                         int stochastic, uint64_t seed) {
+    int64_t bad = array_check(n, e, m, dtype);
+    if (bad) return bad;
+    ApsSegment s = array_segment(n, e, m, specials, dtype);
+    ApsFormat f = aps_format(e, m, specials != 0);
+    ApsKey key = aps_key(seed, 0);
+    int overflow = saturate ? APS_OVERFLOW_SATURATE : APS_OVERFLOW_IEEE, mode = stochastic ? APS_STOCHASTIC : APS_NEAREST;
+    for_ranges(&s, 1, [&](int64_t, int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+            uint32_t rnd = stochastic ? aps_random31(key, (uint64_t)i) : 0u;
+            set_code(codes, f.width, i, aps_encode(aps_load(x, dtype, i), dtype, 0, f, overflow, mode, rnd));
+        }
+    });
+    return 0;
+}
+
+int64_t aps_decode_array(const void* codes, void* out, int64_t n, int dtype, int e, int m, int specials) {
+    int64_t bad = array_check(n, e, m, dtype);
+    if (bad) return bad;
+    ApsSegment s = array_segment(n, e, m, specials, dtype);
+    ApsFormat f = aps_format(e, m, specials != 0);
+    for_ranges(&s, 1, [&](int64_t, int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) aps_store(out, dtype, i, aps_decode_bits(get_code(codes, f.width, i), f, 0, dtype));
+    });
+    return 0;
+}
+
+int64_t aps_quantize_array(const void* x, void* out, int64_t n, int dtype, int e, int m, int specials, int saturate,
+                           int stochastic, uint64_t seed) {
+    int64_t bad = array_check(n, e, m, dtype);
+    if (bad) return bad;
+    ApsSegment s = array_segment(n, e, m, specials, dtype);
+    ApsFormat f = aps_format(e, m, specials != 0);
+    ApsKey key = aps_key(seed, 0);
+    int overflow = saturate ? APS_OVERFLOW_SATURATE : APS_OVERFLOW_IEEE, mode = stochastic ? APS_STOCHASTIC : APS_NEAREST;
+    for_ranges(&s, 1, [&](int64_t, int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+            uint32_t rnd = stochastic ? aps_random31(key, (uint64_t)i) : 0u;
+            uint32_t code = aps_encode(aps_load(x, dtype, i), dtype, 0, f, overflow, mode, rnd);
+            aps_store(out, dtype, i, aps_decode_bits(code, f, 0, dtype));
+        }
+    });
+    return 0;
+}
+
+int64_t aps_pack_codes(const void* codes, int64_t n, int width, uint8_t* out) {
+    if (width < 1 || width > 32) return BAD_BITS;
+    uint32_t mask = (uint32_t)((1ull << width) - 1ull);
+    for (int64_t i = 0; i < n; i += 8) {
+        uint32_t group[8];
+        int count = (int)(n - i < 8 ? n - i : 8);
+        for (int k = 0; k < count; ++k) group[k] = get_code(codes, width, i + k) & mask;
+        aps_put8(out + (i >> 3) * width, group, count, width);
+    }
+    return 0;
+}
+
+int64_t aps_unpack_codes(const uint8_t* bytes, int64_t n, int width, void* codes) {
+    if (width < 1 || width > 32) return BAD_BITS;
+    for (int64_t i = 0; i < n; ++i) set_code(codes, width, i, aps_get(bytes, i, width));
+    return 0;
+}
+
+}  // extern "C"

@@ -1,0 +1,58 @@
+"""Build the CPU kernel library; everything else about the package is in setup.cfg.
+
+The library is plain C++ loaded by ctypes. AVX2 is chosen at run time, so no -march flag is needed and a wheel runs
+on every machine of its architecture. OpenMP is used where the compiler has it.
+"""
+
+import os
+import sys
+import tempfile
+from typing import Any
+
+from setuptools import Extension, find_namespace_packages, setup
+from setuptools.command.build_ext import build_ext
+
+HEADERS = ["cuda/aps_scalar.h", "cuda/aps_cpu_kernels.inc", "cuda/aps_simulate.h"]
+
+
+class BuildLibrary(build_ext):
+    """Build an extension that has no module init function, with OpenMP where the compiler offers it."""
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return []
+
+    def build_extensions(self) -> None:
+        if self.has_flag("-fopenmp"):
+            for extension in self.extensions:
+                extension.extra_compile_args.append("-fopenmp")
+                extension.extra_link_args.append("-fopenmp")
+        super().build_extensions()
+
+    def has_flag(self, flag: str) -> bool:
+        compiler: Any = self.compiler
+        with tempfile.TemporaryDirectory() as folder:
+            source = os.path.join(folder, "flag.cpp")
+            with open(source, "w") as file:
+                file.write("int main() { return 0; }\n")
+            try:
+                objects = compiler.compile([source], output_dir=folder, extra_postargs=[flag])
+                compiler.link_executable(objects, os.path.join(folder, "flag"), extra_postargs=[flag])
+            except Exception:  # setuptools and distutils raise different classes for a failed compile
+                print(f"setup: the compiler has no {flag}; the kernels will use one thread", file=sys.stderr)
+                return False
+        return True
+
+
+setup(
+    packages=[*find_namespace_packages(include=["horovod_aps", "horovod_aps.*"]), "horovod_aps.cuda"],
+    ext_modules=[
+        Extension(
+            "horovod_aps._cpu",
+            sources=["cuda/aps_cpu.cpp", "cuda/aps_simulate.cpp"],
+            depends=HEADERS,
+            language="c++",
+            extra_compile_args=["-std=c++17", "-O3", "-fno-trapping-math", "-ffp-contract=off", "-fno-math-errno"],
+        )
+    ],
+    cmdclass={"build_ext": BuildLibrary},
+)
