@@ -322,10 +322,10 @@ def reduce_segment(values: Sequence[F64], exponent: int, fmt: Any, mode: str = "
     if exponent in (EXP_ZERO, EXP_NONFINITE):
         return exponent, np.zeros_like(as_float64(values[0]))
     total = accumulate(values, fmt, mode)
-    if not np.any(total):
-        return EXP_ZERO, np.zeros_like(as_float64(values[0]))
     if mode != "float32":
         return exponent, np.ldexp(as_float64(total), max_exponent(fmt) - ACC_EXPONENT)
+    if not np.any(total):
+        return EXP_ZERO, np.zeros_like(as_float64(values[0]))
     sum_exponent = scan_exponent(total, fmt)
     return exponent + sum_exponent - ACC_EXPONENT, quantize_scaled(total, sum_exponent, fmt)
 
