@@ -1,9 +1,9 @@
-"""Number formats: 1 sign bit, e exponent bits, m mantissa bits; rounding to them, their codes, and dense packing.
+"""Number formats of 1 sign, e exponent and m mantissa bits: rounding to them, their codes, dense packing.
 
-A `FloatFormat` is what the user names a format by and what every layer of the exchange is encoded in. The methods here
-work on plain arrays in the format's own, unscaled domain; the exchange itself scales each layer first and calls the
-segment kernels. All arithmetic is in the native library (`horovod_aps.kernels`); this module checks arguments and
-takes NumPy arrays and torch tensors apart. It never imports torch.
+A `FloatFormat` is what the user names a format by and what every layer of the exchange is encoded in. The
+methods here work on plain arrays in the format's own, unscaled domain; the exchange itself scales each layer
+first and calls the segment kernels. All arithmetic is in the native library (`horovod_aps.kernels`); this
+module checks arguments and takes NumPy arrays and torch tensors apart. It never imports torch.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ FINITE_SUFFIX = "-finite"
 
 @dataclass(frozen=True, init=False, repr=False)
 class FloatFormat:
-    """A floating-point format with `e` exponent bits (1..8) and `m` mantissa bits (0..23), bias 2^(e-1) - 1, subnormals.
+    """A floating-point format with 1 sign bit, `e` exponent bits (1..8) and `m` mantissa bits (0..23).
 
-    With `specials` (IEEE-like) the top exponent is kept for Inf and NaN, and overflow rounds to Inf as in IEEE 754;
-    (4, 3) then reaches 240 and (5, 2) 57344. Without, every code is a finite number and overflow saturates, as in the
-    OCP MX formats: (2, 1) reaches 6. A code is sign << (e+m) | exponent << m | mantissa.
+    The bias is 2^(e-1) - 1, and there are subnormals.
+    With `specials` (IEEE-like) the top exponent is kept for Inf and NaN, and overflow rounds to Inf as in
+    IEEE 754; (4, 3) then reaches 240 and (5, 2) 57344. Without, every code is a finite number and overflow
+    saturates, as in the OCP MX formats: (2, 1) reaches 6. A code is sign << (e+m) | exponent << m | mantissa.
     """
 
     exp_bits: int
@@ -46,7 +47,8 @@ class FloatFormat:
             raise TypeError(f"FloatFormat: specials must be True or False, got {specials!r}")
         if specials and exp_bits == 1 and man_bits == 0:
             raise ValueError(
-                "FloatFormat: m must be in 1..23 for e=1 with specials=True, got 0: zero would be the only finite value"
+                "FloatFormat: m must be in 1..23 for e=1 with specials=True, got 0: "
+                "zero would be the only finite value"
             )
         object.__setattr__(self, "exp_bits", exp_bits)
         object.__setattr__(self, "man_bits", man_bits)
@@ -59,16 +61,19 @@ class FloatFormat:
             raise TypeError(f"FloatFormat: text must be a string such as 'e4m3', got {text!r}")
         match = re.fullmatch(rf"e(\d)m(\d\d?)({FINITE_SUFFIX})?", text)
         if match is None:
-            raise ValueError(f"FloatFormat: text must look like 'e4m3' or 'e2m1{FINITE_SUFFIX}', got {text!r}")
+            raise ValueError(
+                f"FloatFormat: text must look like 'e4m3' or 'e2m1{FINITE_SUFFIX}', got {text!r}"
+            )
         return cls(int(match[1]), int(match[2]), specials=match[3] is None)
 
     def __str__(self) -> str:
         return f"e{self.exp_bits}m{self.man_bits}" + ("" if self.specials else FINITE_SUFFIX)
 
     def __repr__(self) -> str:
-        return f"FloatFormat(e={self.exp_bits}, m={self.man_bits}" + ("" if self.specials else ", specials=False") + ")"
+        specials = "" if self.specials else ", specials=False"
+        return f"FloatFormat(e={self.exp_bits}, m={self.man_bits}{specials})"
 
-    # ------------------------------------------------------------------------------------------------------- limits
+    # ----------------------------------------------------------------------------------------------- limits
 
     @property
     def bits(self) -> int:
@@ -100,7 +105,7 @@ class FloatFormat:
 
     @property
     def min_normal(self) -> float:
-        """Smallest value with full precision. e=1 with specials has only subnormals: there this lies just above `max`."""
+        """Smallest value with full precision; just above `max` for e=1 with specials, which has none."""
         return float(2.0 ** (1 - self.bias))
 
     @property
@@ -110,7 +115,7 @@ class FloatFormat:
 
     @property
     def epsilon(self) -> float:
-        """Spacing of normal values relative to their power of two, 2^-m; rounding errs by at most half of it."""
+        """Spacing of normal values relative to their power of two, 2^-m; rounding errs by half of it."""
         return float(2.0**-self.man_bits)
 
     @property
@@ -128,17 +133,18 @@ class FloatFormat:
         """NumPy type of the codes: uint8 up to 8 bits, uint16 up to 16, else uint32."""
         return np.dtype(np.uint8 if self.bits <= 8 else np.uint16 if self.bits <= 16 else np.uint32)
 
-    # ------------------------------------------------------------------------------------------------------- arrays
+    # ----------------------------------------------------------------------------------------------- arrays
 
     def quantize(self, x: Any, rounding: str = "nearest", seed: int | None = None) -> Any:
         """Values of the format nearest to x: a new array or tensor of the same kind, dtype and shape.
 
-        Ties go to even; one rounding, straight from x's dtype. Stochastic rounding goes up with the probability that
-        makes it unbiased; the same seed gives the same result, and None draws a fresh seed. (`seed` has no effect with
-        "nearest".) Overflow and Inf: Inf with specials, else the largest value. NaN stays NaN; with specials and m=0 it
-        becomes Inf, the only non-finite code; without specials there is no code for it, and as in ml_dtypes it becomes
-        zero, so look for NaN first where it matters (the exchange does). A result beyond the range of x's own dtype is
-        Inf in it (65504 as float16 rounds to 65536 in e6m2).
+        Ties go to even; one rounding, straight from x's dtype. Stochastic rounding goes up with the
+        probability that makes it unbiased; the same seed gives the same result, and None draws a fresh seed.
+        (`seed` has no effect with "nearest".) Overflow and Inf: Inf with specials, else the largest value.
+        NaN stays NaN; with specials and m=0 it becomes Inf, the only non-finite code; without specials there
+        is no code for it, and as in ml_dtypes it becomes zero, so look for NaN first where it matters (the
+        exchange does). A result beyond the range of x's own dtype is Inf in it (65504 as float16 rounds to
+        65536 in e6m2).
         """
         random = _checked_seed(rounding, seed)
         return _apply_to_floats(x, lambda a, dtype: kernels.quantize_array(a, dtype, *self._key, random))
@@ -146,7 +152,9 @@ class FloatFormat:
     def encode(self, x: Any, rounding: str = "nearest", seed: int | None = None) -> Any:
         """Codes of `quantize(x)`, in `code_dtype`, shaped like x."""
         random = _checked_seed(rounding, seed)
-        return _apply_to_floats(x, lambda a, dtype: kernels.encode_array(a, dtype, *self._key, random), codes=True)
+        return _apply_to_floats(
+            x, lambda a, dtype: kernels.encode_array(a, dtype, *self._key, random), codes=True
+        )
 
     def decode(self, codes: Any) -> Any:
         """float32 values of integer codes, shaped like them.
@@ -157,9 +165,9 @@ class FloatFormat:
         return wrap(kernels.decode_array(self._checked_codes(array), *self._key))
 
     def pack(self, codes: Any) -> Any:
-        """The codes as a dense, flat string of ceil(n * bits / 8) uint8: code i has the bits from i * bits on.
+        """The codes, densely packed: a flat string of ceil(n * bits / 8) uint8.
 
-        The bit order is little-endian; the rest of the last byte is zero.
+        Code i has the bits from i * bits on, little-endian; the rest of the last byte is zero.
         """
         array, wrap = _open(codes)
         return wrap(kernels.pack_codes(self._checked_codes(array).reshape(-1), self.bits))
@@ -175,8 +183,8 @@ class FloatFormat:
         n_bytes = (count * self.bits + 7) // 8
         if array.size < n_bytes:
             raise ValueError(
-                f"FloatFormat: packed must hold at least {n_bytes} bytes for n={count} codes of {self.bits} bits, "
-                f"got {array.size}"
+                f"FloatFormat: packed must hold at least {n_bytes} bytes for n={count} codes "
+                f"of {self.bits} bits, got {array.size}"
             )
         return wrap(kernels.unpack_codes(np.ascontiguousarray(array).reshape(-1)[:n_bytes], self.bits, count))
 
@@ -193,13 +201,15 @@ class FloatFormat:
             low, high = int(codes.min()), int(codes.max())
             if low < 0 or high >= 1 << self.bits:
                 got = low if low < 0 else high
-                raise ValueError(f"FloatFormat: codes must be in 0..{(1 << self.bits) - 1} for {self}, got {got}")
+                raise ValueError(
+                    f"FloatFormat: codes must be in 0..{(1 << self.bits) - 1} for {self}, got {got}"
+                )
         return np.ascontiguousarray(codes, dtype=self.code_dtype).reshape(codes.shape)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Arguments
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _checked_int(name: str, value: Any, low: int, high: int) -> int:
@@ -226,9 +236,9 @@ def _checked_seed(rounding: str, seed: int | None) -> int | None:
     return int.from_bytes(os.urandom(8), "little") if seed is None else seed
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Arrays and tensors
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 
 Wrap = Callable[[np.ndarray[Any, Any]], Any]
 
@@ -240,7 +250,7 @@ def _torch_of(x: Any) -> Any:
 
 
 def _open(x: Any) -> tuple[np.ndarray[Any, Any], Wrap]:
-    """x as a NumPy array, and the function that turns a result into x's kind: an array, or a tensor on x's device."""
+    """x as a NumPy array, and what turns a result into x's kind: an array, or a tensor on x's device."""
     torch = _torch_of(x)
     if torch is None:
         return np.asarray(x), lambda result: result
@@ -253,7 +263,7 @@ def _open(x: Any) -> tuple[np.ndarray[Any, Any], Wrap]:
 
 
 def _apply_to_floats(x: Any, kernel: Callable[[np.ndarray[Any, Any], int], Any], codes: bool = False) -> Any:
-    """Run an array kernel on a contiguous copy or view of x, and give its result x's kind, shape and (floats) dtype."""
+    """Run an array kernel on contiguous x; its result gets x's kind and shape and, unless `codes`, dtype."""
     array, wrap = _open(x)
     torch = _torch_of(x)
     bfloat16 = x.dtype == torch.bfloat16 if torch else array.dtype.name == "bfloat16"

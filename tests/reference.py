@@ -1,11 +1,13 @@
 """The oracle of the tests: number formats and the whole exchange in slow, readable NumPy.
 
-Nothing here shares code with `horovod_aps` or `cuda/`. A format is anything with `exp_bits`, `man_bits` and `specials`
-(`Format` below, or the library's FloatFormat); every limit is derived again from these three. Values are float64, in
-which every value of every format, and its scaling by any power of two that occurs, is exact.
+Nothing here shares code with `horovod_aps` or `cuda/`. A format is anything with `exp_bits`, `man_bits` and
+`specials` (`Format` below, or the library's FloatFormat); every limit is derived again from these three.
+Values are float64, in which every value of every format, and its scaling by any power of two that occurs, is
+exact.
 
-First part: one number, then arrays of numbers (quantize, encode, decode, pack). Second part: the exchange over N ranks,
-as small functions in the order in which data flows: scan_exponent, quantize_scaled, accumulate, reduce_segment, finish.
+First part: one number, then arrays of numbers (quantize, encode, decode, pack). Second part: the exchange
+over N ranks, as small functions in the order in which data flows: scan_exponent, quantize_scaled, accumulate,
+reduce_segment, finish.
 """
 
 from __future__ import annotations
@@ -29,16 +31,16 @@ ACC_EXPONENT = 100
 
 
 class Format(NamedTuple):
-    """The three numbers that define a format: 1 sign bit, exponent bits, mantissa bits; Inf and NaN or not."""
+    """What defines a format: exponent bits, mantissa bits, and whether it has Inf and NaN."""
 
     exp_bits: int
     man_bits: int
     specials: bool = True
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Limits
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 
 
 def bias_of(fmt: Any) -> int:
@@ -77,17 +79,17 @@ def width(fmt: Any) -> int:
     return int(1 + fmt.exp_bits + fmt.man_bits)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # One number
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 
 
 def quantize_exact(x: float, e: int, m: int, specials: bool = True, saturate: bool | None = None) -> float:
     """Round one number to the nearest value of format (e, m), ties to even, in rational arithmetic.
 
-    Overflow, by default: to Inf with specials, to the largest finite value without. NaN stays NaN if the format has it;
-    with specials but no mantissa bit it becomes Inf (the only non-finite code); without specials it becomes a zero of
-    the opposite sign, which is what ml_dtypes does.
+    Overflow, by default: to Inf with specials, to the largest finite value without. NaN stays NaN if the
+    format has it; with specials but no mantissa bit it becomes Inf (the only non-finite code); without
+    specials it becomes a zero of the opposite sign, which is what ml_dtypes does.
     """
     fmt = Format(e, m, specials)
     if saturate is None:
@@ -102,17 +104,17 @@ def quantize_exact(x: float, e: int, m: int, specials: bool = True, saturate: bo
     magnitude = Fraction(abs(x))
     exponent = max(math.frexp(abs(x))[1] - 1, min_exponent(fmt)) if magnitude else min_exponent(fmt)
     spacing = Fraction(2) ** (exponent - m)
-    # round() of a Fraction is exact and to even. With m = 0 a tie has the significands 1 and 2: it goes to 2, the larger
-    # magnitude, as IEEE 754-2019 section 4.3.1 demands of one-digit precision.
+    # round() of a Fraction is exact and to even. With m = 0 a tie has the significands 1 and 2: it goes to
+    # 2, the larger magnitude, as IEEE 754-2019 section 4.3.1 demands of one-digit precision.
     rounded = round(magnitude / spacing) * spacing
     if rounded > Fraction(max_value(fmt)):
         return sign * (max_value(fmt) if saturate else math.inf)
     return sign * float(rounded)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Arrays
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 
 
 def as_float64(x: ArrayLike) -> F64:
@@ -147,7 +149,8 @@ def quantize(x: ArrayLike, fmt: Any, saturate: bool | None = None) -> F64:
 def nearest_codes_sorted(magnitudes: F64, fmt: Any) -> NDArray[Any]:
     """Codes of sorted finite magnitudes, found by comparing with the midpoints between neighbouring values.
 
-    A second definition of rounding to nearest even, which shares nothing with `quantize`; fast for long arrays.
+    A second definition of rounding to nearest even, which shares nothing with `quantize`; fast for long
+    arrays.
     """
     codes = np.arange(max_code(fmt) + 1)
     values = decode(codes, fmt)
@@ -172,13 +175,14 @@ def code_dtype(fmt: Any) -> np.dtype[Any]:
 
 
 def encode(x: ArrayLike, fmt: Any, saturate: bool | None = None) -> NDArray[Any]:
-    """Codes, sign << (e+m) | exponent << m | mantissa, of the values nearest to x; NaN is the quiet one of its sign."""
+    """Codes, sign << (e+m) | exponent << m | mantissa, of the values nearest to x; NaN as the quiet one."""
     value = quantize(x, fmt, saturate)
     magnitude = np.where(np.isfinite(value), np.abs(value), 0.0)
     exponent = np.maximum(np.frexp(magnitude)[1] - 1, min_exponent(fmt))
     exponent = np.where(magnitude == 0, min_exponent(fmt), exponent)
     significand = np.ldexp(magnitude, fmt.man_bits - exponent).astype(np.int64)
-    # A normal number's significand has the leading bit 2^m, which lifts the exponent field from 0 to at least 1.
+    # A normal number's significand has the leading bit 2^m, which lifts the exponent field from 0 to at
+    # least 1.
     code = ((exponent.astype(np.int64) - min_exponent(fmt)) << fmt.man_bits) + significand
     inf_code = (2**fmt.exp_bits - 1) << fmt.man_bits
     code = np.where(np.isinf(value), inf_code, code)
@@ -219,8 +223,8 @@ def unpack(packed: ArrayLike, bits: int, n: int) -> NDArray[np.uint64]:
 def cast(x: ArrayLike, dtype: Any) -> NDArray[Any]:
     """Convert float64 to a gradient's dtype with one rounding.
 
-    ml_dtypes converts float64 to bfloat16 by way of float32, which rounds twice below float32's normal range; so the
-    rounding is done by `quantize`, after which the conversion is exact.
+    ml_dtypes converts float64 to bfloat16 by way of float32, which rounds twice below float32's normal range;
+    so the rounding is done by `quantize`, after which the conversion is exact.
     """
     dtype = np.dtype(dtype)
     if dtype == np.dtype(ml_dtypes.bfloat16):
@@ -229,16 +233,16 @@ def cast(x: ArrayLike, dtype: Any) -> NDArray[Any]:
         return np.asarray(x).astype(dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # The exchange, step by step
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 
 
 def scan_exponent(x: ArrayLike, fmt: Any, stochastic: bool = False) -> int:
     """Exponent E of a layer: the smallest for which |x|max * 2^(emax - E), rounded, is within the format.
 
-    That is floor(log2(|x|max)), or one more if the largest value rounds up out of its binade. Stochastic rounding may
-    always round up, so there the largest value itself has to be within the format.
+    That is floor(log2(|x|max)), or one more if the largest value rounds up out of its binade. Stochastic
+    rounding may always round up, so there the largest value itself has to be within the format.
     """
     x = as_float64(x)
     if x.size == 0 or not np.any(x):
@@ -247,7 +251,8 @@ def scan_exponent(x: ArrayLike, fmt: Any, stochastic: bool = False) -> int:
         return EXP_NONFINITE
     largest = float(np.max(np.abs(x)))
     exponent = math.frexp(largest)[1] - 1
-    scaled = math.ldexp(math.frexp(largest)[0], max_exponent(fmt) + 1)  # largest * 2^(emax - E), without overflow
+    # largest * 2^(emax - E), without overflow on the way
+    scaled = math.ldexp(math.frexp(largest)[0], max_exponent(fmt) + 1)
     # Rounding to the spacing of the top binade, as if the format went on above its largest value.
     spacing = Fraction(top_spacing(fmt))
     rounded = scaled if stochastic else round(Fraction(scaled) / spacing) * spacing
@@ -282,9 +287,9 @@ def accumulation_dtype(fmt: Any) -> Any:
 def accumulate(values: Sequence[F64], fmt: Any, mode: str = "float32") -> NDArray[Any]:
     """Sum of the ranks' values in rank order, starting from the first, times 2^(100 - emax).
 
-    mode "float32": added in float32. "format": every partial sum is rounded to the format (saturating), as the paper's
-    code does. "kahan": the same with Kahan's correction, every operation rounded to the format. The factor moves the
-    top binade to 2^100, so that no value or sum is a float32 subnormal.
+    mode "float32": added in float32. "format": every partial sum is rounded to the format (saturating), as
+    the paper's code does. "kahan": the same with Kahan's correction, every operation rounded to the format.
+    The factor moves the top binade to 2^100, so that no value or sum is a float32 subnormal.
     """
     shift = ACC_EXPONENT - max_exponent(fmt)
     if mode == "float32":
@@ -297,7 +302,7 @@ def accumulate(values: Sequence[F64], fmt: Any, mode: str = "float32") -> NDArra
         raise ValueError(f"accumulate: mode must be float32, format or kahan, got {mode!r}")
 
     def q(x: F64) -> F64:
-        # float64 sums of two values with p <= 24 bits round to the format as the exact sums do, since 53 >= 2p + 2.
+        # A float64 sum of values with p <= 24 bits rounds as the exact sum does, since 53 >= 2p + 2.
         return quantize(x, fmt, saturate=True)
 
     total = as_float64(values[0]).copy()
@@ -316,8 +321,8 @@ def accumulate(values: Sequence[F64], fmt: Any, mode: str = "float32") -> NDArra
 def reduce_segment(values: Sequence[F64], exponent: int, fmt: Any, mode: str = "float32") -> tuple[int, F64]:
     """What the owner of a shard does with one layer's part of it: sum, new exponent, round again.
 
-    Returns the exponent and the values that it sends to everyone. The low-precision modes keep the exponent, because
-    their sum is already a value of the format.
+    Returns the exponent and the values that it sends to everyone. The low-precision modes keep the exponent,
+    because their sum is already a value of the format.
     """
     if exponent in (EXP_ZERO, EXP_NONFINITE):
         return exponent, np.zeros_like(as_float64(values[0]))
@@ -331,7 +336,7 @@ def reduce_segment(values: Sequence[F64], exponent: int, fmt: Any, mode: str = "
 
 
 def finish(total: NDArray[Any], exponent: int, fmt: Any, factor: float, dtype: Any) -> NDArray[Any]:
-    """The gradient that the optimizer sees: an accumulated sum times factor, scaled back, in the gradient's dtype."""
+    """The gradient that the optimizer sees: the accumulated sum times factor, scaled back, in its dtype."""
     if exponent == EXP_ZERO:
         return np.zeros(total.shape, dtype)
     if exponent == EXP_NONFINITE:
@@ -343,9 +348,9 @@ def finish(total: NDArray[Any], exponent: int, fmt: Any, factor: float, dtype: A
     return cast(np.ldexp(as_float64(product), exponent - ACC_EXPONENT), dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # The exchange over N ranks
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 
 
 class Piece(NamedTuple):
@@ -357,7 +362,7 @@ class Piece(NamedTuple):
 
 
 def even_shards(sizes: Mapping[str, int], n_ranks: int, align: int = 1) -> list[list[Piece]]:
-    """Cut the layers, laid end to end, into one shard per rank of equal length rounded up to `align` elements."""
+    """Cut the layers, laid end to end, into one shard per rank, of equal length in units of `align`."""
     total = sum(sizes.values())
     length = -(-total // n_ranks)
     length = -(-length // align) * align
@@ -373,7 +378,9 @@ def even_shards(sizes: Mapping[str, int], n_ranks: int, align: int = 1) -> list[
     return shards
 
 
-def shared_exponent(layer_per_rank: Sequence[ArrayLike], fmt: Any, mode: str = "float32", stochastic: bool = False) -> int:
+def shared_exponent(
+    layer_per_rank: Sequence[ArrayLike], fmt: Any, mode: str = "float32", stochastic: bool = False
+) -> int:
     """MAX over the ranks of their exponents.
 
     The low-precision modes need room for the sum: ceil(log2(N)) more, i.e. the exponent of max|g| * N.
@@ -402,7 +409,9 @@ def raw_exchange(layer_per_rank: Sequence[ArrayLike], factor: float) -> NDArray[
         return cast(as_float64(total * np.float32(factor)), dtype)
 
 
-def one_phase(layer_per_rank: Sequence[ArrayLike], fmt: Any, factor: float, mode: str = "float32") -> NDArray[Any]:
+def one_phase(
+    layer_per_rank: Sequence[ArrayLike], fmt: Any, factor: float, mode: str = "float32"
+) -> NDArray[Any]:
     """Every rank gets every rank's values and adds them itself: one rounding. Used for two ranks."""
     dtype = np.asarray(layer_per_rank[0]).dtype
     exponent = shared_exponent(layer_per_rank, fmt, mode)
@@ -417,7 +426,7 @@ def two_phase(
     factor: float,
     mode: str = "float32",
 ) -> NDArray[Any]:
-    """Scatter, reduce, gather: each piece of the layer is summed and rounded again by the rank that owns it."""
+    """Scatter, reduce, gather: each piece of the layer is summed and rounded again by its owner."""
     dtype = np.asarray(layer_per_rank[0]).dtype
     exponent = shared_exponent(layer_per_rank, fmt, mode)
     sent = [quantize_scaled(np.ravel(x), exponent, fmt) for x in layer_per_rank]
@@ -440,9 +449,9 @@ def simulate_exchange(
 ) -> dict[str, NDArray[Any]]:
     """The result that all ranks get, bit for bit, for one bucket of layers.
 
-    `fmt` is one format for all layers or one per name; None sends a layer as raw float32. Two phases are used for more
-    than two ranks unless `phases` says otherwise; `shards` (default `even_shards`) says who reduces what.
-    `scale` multiplies the result together with the average.
+    `fmt` is one format for all layers or one per name; None sends a layer as raw float32. Two phases are used
+    for more than two ranks unless `phases` says otherwise; `shards` (default `even_shards`) says who reduces
+    what. `scale` multiplies the result together with the average.
     """
     n_ranks = len(grads_per_rank)
     first = grads_per_rank[0]

@@ -1,6 +1,7 @@
 """FloatFormat: limits, arguments, kinds of arrays, special values, stochastic rounding, sizes.
 
-Oracles: published limits of known formats, ml_dtypes and NumPy's finfo, tests/reference.py, exact probabilities.
+Oracles: published limits of known formats, ml_dtypes and NumPy's finfo, tests/reference.py, exact
+probabilities.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def sample(n: int, dtype: Any = np.float32, seed: int = 0) -> np.ndarray[Any, An
     return (rng.standard_normal(n) * np.exp2(rng.integers(-6, 6, n))).astype(dtype)
 
 
-# --------------------------------------------------------------------------------------------------------------- limits
+# --------------------------------------------------------------------------------------------------- limits
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_limits_as_published() -> None:
     assert FloatFormat(4, 3).max == 240 and FloatFormat(5, 2).max == 57344
     assert FloatFormat(2, 1, specials=False).max == 6 and FloatFormat(3, 2, specials=False).max == 28
     assert FloatFormat(5, 2).binades == 32  # Micikevicius et al., FP8 formats for deep learning, table 1
-    assert (FloatFormat(4, 3).bias, FloatFormat(4, 3).normal_binades, FloatFormat(4, 3).binades) == (7, 14, 17)
+    assert (E4M3.bias, E4M3.normal_binades, E4M3.binades) == (7, 14, 17)
 
 
 @pytest.mark.parametrize("specials", [True, False])
@@ -87,7 +88,7 @@ def test_limits_as_all_decoded_values(e: int, m: int, specials: bool) -> None:
     assert fmt.normal_binades == np.unique(np.frexp(full)[1]).size
 
 
-# ------------------------------------------------------------------------------------------------------ object, arguments
+# ---------------------------------------------------------------------------------------- object, arguments
 
 
 def test_format_is_a_value() -> None:
@@ -100,7 +101,9 @@ def test_format_is_a_value() -> None:
     assert type(FloatFormat(np.int64(4), np.uint8(3)).exp_bits) is int
 
 
-@pytest.mark.parametrize("fmt", [FloatFormat(4, 3), FloatFormat(8, 23), FloatFormat(2, 1, specials=False)], ids=str)
+@pytest.mark.parametrize(
+    "fmt", [FloatFormat(4, 3), FloatFormat(8, 23), FloatFormat(2, 1, specials=False)], ids=str
+)
 def test_names_round_trip(fmt: FloatFormat) -> None:
     assert FloatFormat.parse(str(fmt)) == fmt
     assert eval(repr(fmt)) == fmt
@@ -122,7 +125,9 @@ def test_names_round_trip(fmt: FloatFormat) -> None:
         ((4, 3, 1), TypeError, r"FloatFormat: specials must be True or False, got 1"),
     ],
 )
-def test_constructor_names_bad_argument(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
+def test_constructor_names_bad_argument(
+    arguments: tuple[Any, ...], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         FloatFormat(*arguments)
 
@@ -130,21 +135,45 @@ def test_constructor_names_bad_argument(arguments: tuple[Any, ...], error: type[
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda x: E4M3.quantize(x, rounding="up"), ValueError, "rounding must be 'nearest' or 'stochastic', got 'up'"),
+        (
+            lambda x: E4M3.quantize(x, rounding="up"),
+            ValueError,
+            "rounding must be 'nearest' or 'stochastic', got 'up'",
+        ),
         (lambda x: E4M3.encode(x, "stochastic", seed=-1), ValueError, r"seed must be in 0\.\..*, got -1"),
-        (lambda x: E4M3.encode(x, "stochastic", seed=0.5), TypeError, r"seed must be an integer in .*, got 0\.5"),
-        (lambda x: E4M3.quantize(x.astype(np.int32)), TypeError, "x must be float32, .* or bfloat16, got int32"),
+        (
+            lambda x: E4M3.encode(x, "stochastic", seed=0.5),
+            TypeError,
+            r"seed must be an integer in .*, got 0\.5",
+        ),
+        (
+            lambda x: E4M3.quantize(x.astype(np.int32)),
+            TypeError,
+            "x must be float32, .* or bfloat16, got int32",
+        ),
         (lambda x: E4M3.quantize(x.astype(np.complex64)), TypeError, "x must be float32, .*, got complex64"),
         (lambda x: E4M3.quantize(torch.arange(3)), TypeError, "x must be float32, .*, got int64"),
         (lambda x: E4M3.quantize(torch.eye(3).to_sparse()), TypeError, "must be dense, got one with layout"),
         (lambda x: E4M3.decode(x), TypeError, "codes must be integers, got float32"),
-        (lambda x: E4M3.decode(np.array([3, 256])), ValueError, r"codes must be in 0\.\.255 for e4m3, got 256"),
-        (lambda x: FloatFormat(2, 1).pack(np.array([-1])), ValueError, r"codes must be in 0\.\.15 for e2m1, got -1"),
+        (
+            lambda x: E4M3.decode(np.array([3, 256])),
+            ValueError,
+            r"codes must be in 0\.\.255 for e4m3, got 256",
+        ),
+        (
+            lambda x: FloatFormat(2, 1).pack(np.array([-1])),
+            ValueError,
+            r"codes must be in 0\.\.15 for e2m1, got -1",
+        ),
         (lambda x: E4M3.unpack(x, 3), TypeError, "packed must be bytes or uint8, got float32"),
         (lambda x: E4M3.unpack(b"abc", 4), ValueError, "at least 4 bytes for n=4 codes of 8 bits, got 3"),
         (lambda x: E4M3.unpack(b"abc", -1), ValueError, r"n must be in 0\.\..*, got -1"),
         (lambda x: E4M3.unpack(b"abc", 1.0), TypeError, r"n must be an integer in .*, got 1\.0"),
-        (lambda x: FloatFormat.parse("fp8"), ValueError, "text must look like 'e4m3' or 'e2m1-finite', got 'fp8'"),
+        (
+            lambda x: FloatFormat.parse("fp8"),
+            ValueError,
+            "text must look like 'e4m3' or 'e2m1-finite', got 'fp8'",
+        ),
         (lambda x: FloatFormat.parse("e9m3"), ValueError, r"e must be in 1\.\.8, got 9"),
         (lambda x: FloatFormat.parse(8), TypeError, "text must be a string such as 'e4m3', got 8"),
     ],
@@ -154,7 +183,7 @@ def test_methods_name_bad_argument(call: Any, error: type[Exception], message: s
         call(sample(4))
 
 
-# ------------------------------------------------------------------------------------------------------ kinds of arrays
+# ------------------------------------------------------------------------------------------ kinds of arrays
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -207,13 +236,21 @@ def test_torch_tensor_that_requires_grad() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: t.__name__)
 def test_non_contiguous_arrays(dtype: Any) -> None:
     base = sample(24 * 10, dtype).reshape(24, 10)
-    for view in (base[::3, ::-2], base.T, base[:, :0], np.broadcast_to(base[0], (3, 10)), base[5:6, 2].reshape(())):
+    for view in (
+        base[::3, ::-2],
+        base.T,
+        base[:, :0],
+        np.broadcast_to(base[0], (3, 10)),
+        base[5:6, 2].reshape(()),
+    ):
         result = E4M3.quantize(view)
         assert result.shape == view.shape and result.dtype == view.dtype
         np.testing.assert_array_equal(result, E4M3.quantize(view.copy()))
         codes = E4M3.encode(view)
-        np.testing.assert_array_equal(E4M3.decode(codes[::-1] if codes.ndim else codes),
-                                      E4M3.decode(codes)[::-1] if codes.ndim else E4M3.decode(codes))
+        np.testing.assert_array_equal(
+            E4M3.decode(codes[::-1] if codes.ndim else codes),
+            E4M3.decode(codes)[::-1] if codes.ndim else E4M3.decode(codes),
+        )
 
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
@@ -236,7 +273,9 @@ def test_codes_of_any_integer_type() -> None:
     fmt = FloatFormat(5, 6)
     codes = np.arange(2**fmt.bits)
     for dtype in (np.int16, np.uint16, np.int64, np.uint64):
-        np.testing.assert_array_equal(fmt.decode(codes.astype(dtype)), reference.decode(codes, fmt).astype(np.float32))
+        np.testing.assert_array_equal(
+            fmt.decode(codes.astype(dtype)), reference.decode(codes, fmt).astype(np.float32)
+        )
     np.testing.assert_array_equal(fmt.pack(codes), reference.pack(codes, fmt.bits))
 
 
@@ -259,14 +298,19 @@ def test_formats_import_no_framework() -> None:
     assert done.returncode == 0, done.stderr
 
 
-# -------------------------------------------------------------------------------------------------------- special values
+# ------------------------------------------------------------------------------------------- special values
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: t.__name__)
 def test_special_values_with_specials(dtype: Any) -> None:
     x = np.array([np.inf, -np.inf, np.nan, -np.nan, -0.0, 0.0], dtype)
     result = E4M3.quantize(x)
-    assert np.isposinf(result[0]) and np.isneginf(result[1]) and np.isnan(result[2:4]).all() and not result[4:].any()
+    assert (
+        np.isposinf(result[0])
+        and np.isneginf(result[1])
+        and np.isnan(result[2:4]).all()
+        and not result[4:].any()
+    )
     np.testing.assert_array_equal(np.signbit(result), np.signbit(x))
     np.testing.assert_array_equal(E4M3.encode(x), [0x78, 0xF8, 0x7C, 0xFC, 0x80, 0x00])
 
@@ -314,7 +358,10 @@ def test_result_beyond_the_dtype_is_inf_in_it() -> None:
     np.testing.assert_array_equal(FloatFormat(6, 2).quantize(x), np.array([np.inf, -np.inf], np.float16))
     top = np.finfo(np.float32).max
     fmt = FloatFormat(8, 7, specials=False)
-    assert np.isinf(fmt.quantize(np.array([top]))[0]) and fmt.quantize(np.array([top], np.float64))[0] == 2.0**128
+    assert (
+        np.isinf(fmt.quantize(np.array([top]))[0])
+        and fmt.quantize(np.array([top], np.float64))[0] == 2.0**128
+    )
 
 
 def test_float64_is_rounded_once() -> None:
@@ -324,7 +371,9 @@ def test_float64_is_rounded_once() -> None:
     np.testing.assert_array_equal(E4M3.quantize(np.array([5e-324, -1e-300, 1e300])), [0.0, -0.0, np.inf])
 
 
-@pytest.mark.parametrize("fmt", [FloatFormat(8, 7), FloatFormat(8, 23), FloatFormat(8, 10, specials=False)], ids=str)
+@pytest.mark.parametrize(
+    "fmt", [FloatFormat(8, 7), FloatFormat(8, 23), FloatFormat(8, 10, specials=False)], ids=str
+)
 def test_float32_subnormals_survive_flush_to_zero(fmt: FloatFormat) -> None:
     bits = np.arange(1, 2**23, 4099, dtype=np.uint32)
     x = np.concatenate((bits, bits | np.uint32(1 << 31))).view(np.float32)
@@ -339,12 +388,14 @@ def test_float32_subnormals_survive_flush_to_zero(fmt: FloatFormat) -> None:
     np.testing.assert_array_equal(decoded.view(np.uint32), result.view(np.uint32))
 
 
-# --------------------------------------------------------------------------------------------------- stochastic rounding
+# -------------------------------------------------------------------------------------- stochastic rounding
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=lambda t: t.__name__)
 @pytest.mark.parametrize("fraction", [2.0**-10, 0.1, 0.5, 0.77, 1 - 2.0**-10])
-@pytest.mark.parametrize("below", [0.0, E4M3.min_subnormal, 5 * E4M3.min_subnormal, 1.0, 1.875, -104.0, 224.0])
+@pytest.mark.parametrize(
+    "below", [0.0, E4M3.min_subnormal, 5 * E4M3.min_subnormal, 1.0, 1.875, -104.0, 224.0]
+)
 def test_stochastic_rounding_is_unbiased(below: float, fraction: float, dtype: Any) -> None:
     n = 400_000
     code = int(E4M3.encode(np.array([below]))[0])
@@ -373,7 +424,9 @@ def test_stochastic_rounding_repeats_with_its_seed() -> None:
     first = E4M3.encode(x, rounding="stochastic", seed=7)
     np.testing.assert_array_equal(first, E4M3.encode(x, rounding="stochastic", seed=7))
     np.testing.assert_array_equal(E4M3.decode(first), E4M3.quantize(x, rounding="stochastic", seed=7))
-    np.testing.assert_array_equal(first, E4M3.encode(torch.from_numpy(x), rounding="stochastic", seed=7).numpy())
+    np.testing.assert_array_equal(
+        first, E4M3.encode(torch.from_numpy(x), rounding="stochastic", seed=7).numpy()
+    )
     np.testing.assert_array_equal(first[:77], E4M3.encode(x[:77], rounding="stochastic", seed=7))
     for seed in (8, 7 + 2**32, 2**64 - 1):
         assert np.mean(first != E4M3.encode(x, rounding="stochastic", seed=seed)) > 0.1
@@ -392,7 +445,7 @@ def test_stochastic_rounding_of_special_values() -> None:
     assert set(finite.quantize(between + 20, rounding="stochastic", seed=3)) == {480}
 
 
-# -------------------------------------------------------------------------------------------------------------- huge sizes
+# ----------------------------------------------------------------------------------------------- huge sizes
 
 
 @pytest.mark.slow
