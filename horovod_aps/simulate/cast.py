@@ -1,0 +1,76 @@
+"""Casts of tensors to (e, m) values that stay in float32: what low precision would compute with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from horovod_aps.simulate import _native
+
+FLOAT32 = (8, 23)
+
+
+def float_quantize(x: torch.Tensor, e: int, m: int) -> torch.Tensor:
+    """Round to the nearest value with `e` exponent and `m` mantissa bits (IEEE-like, top exponent reserved).
+
+    Ties go to even; overflow gives Inf, underflow is gradual; NaN, Inf and signed zeros stay. A new tensor of
+    the same shape and dtype (float32, float16 or bfloat16), without autograd: see `Quantizer`. The input is
+    not changed. CPD's `float_quantize` gives the same bits except where it errs: values that round up out of
+    the top binade, subnormal results whose dropped bits decide a tie, and float32 subnormals with e=8.
+    """
+    _native.check_format("float_quantize", e, m)
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"float_quantize: x must be a torch.Tensor, got {type(x).__name__}")
+    if x.dtype == torch.float32:
+        return _native.quantize(x, e, m)
+    if x.dtype in (torch.float16, torch.bfloat16):
+        return _native.quantize(x.float(), e, m).to(x.dtype)
+    raise TypeError(f"float_quantize: x must be float32, float16 or bfloat16, got {x.dtype}")
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Quantise activations on the way forward and gradients on the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, forward: tuple[int, int], backward: tuple[int, int]
+    ) -> torch.Tensor:
+        ctx.backward_format = backward
+        return x.clone() if forward == FLOAT32 else float_quantize(x, *forward)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if ctx.backward_format == FLOAT32:
+            return grad, None, None
+        return float_quantize(grad, *ctx.backward_format), None, None
+
+
+def quantizer(
+    x: torch.Tensor, forward: tuple[int, int] = FLOAT32, backward: tuple[int, int] = FLOAT32
+) -> torch.Tensor:
+    """Quantise `x` to the format `forward`, and the gradient that comes back to the format `backward`.
+
+    The derivative of rounding is taken to be one (straight-through); (8, 23) leaves a direction as it is.
+    """
+    _native.check_format("quantizer: forward", *forward)
+    _native.check_format("quantizer: backward", *backward)
+    return _StraightThrough.apply(x, tuple(forward), tuple(backward))
+
+
+class Quantizer(torch.nn.Module):
+    """`quantizer` as a module, to stand between the layers of a network."""
+
+    def __init__(self, forward: tuple[int, int] = FLOAT32, backward: tuple[int, int] = FLOAT32) -> None:
+        super().__init__()
+        _native.check_format("Quantizer: forward", *forward)
+        _native.check_format("Quantizer: backward", *backward)
+        self.forward_format, self.backward_format = forward, backward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Quantise `x`."""
+        return quantizer(x, self.forward_format, self.backward_format)
+
+    def extra_repr(self) -> str:
+        """The two formats, for `print(model)`."""
+        return f"forward={self.forward_format}, backward={self.backward_format}"

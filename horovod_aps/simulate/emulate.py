@@ -1,0 +1,184 @@
+"""Train as if on N ranks in one process: the gradients of N backward passes go through the real exchange.
+
+The layers of every emulated rank are handed to `exchange.local_allreduce`, which runs the same layout,
+kernels and phases as a real job and only replaces the network, so the reduced gradients are those of a real
+job, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from horovod_aps.exchange import Exchange, Layer, local_allreduce
+from horovod_aps.options import Options
+
+DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+MAX_RANKS = 256
+
+
+def _as_options(value: Options | Mapping[str, Any]) -> Options:
+    if isinstance(value, Options):
+        return value
+    if isinstance(value, Mapping):
+        return Options(**value)
+    raise TypeError(
+        "EmulatedOptimizer: compressor_options must be a dict of APSCompressor's arguments, got "
+        f"{type(value).__name__}"
+    )
+
+
+def _kernels(device: torch.device) -> Any:
+    if device.type == "cuda":
+        from horovod_aps.cuda_kernels import CudaKernels
+
+        return CudaKernels()
+    from horovod_aps.kernels import CpuKernels
+
+    return CpuKernels()
+
+
+class EmulatedOptimizer:
+    """An optimizer whose step averages the gradients of `n_ranks` backward passes through the APS exchange.
+
+        optimizer = EmulatedOptimizer(torch.optim.SGD(model.parameters(), 0.1), 8, {"e": 4, "m": 3})
+        for rank in range(8):
+            loss(model, batch[rank]).backward()
+            optimizer.collect()              # this was rank's gradient
+        optimizer.step()
+
+    or `optimizer.step(lambda rank: loss(model, batch[rank]))`, which does all of that and returns the mean
+    loss.
+
+    `compressor_options` are the arguments of `APSCompressor`; overrides match the names in `named_parameters`
+    (by default Horovod's, "allreduce.noname.<group>.<i>"). As in Horovod a parameter without gradient counts
+    as zero. Everything else (`param_groups`, `state_dict`, ...) is the wrapped optimizer's; give a scheduler
+    `.optimizer`. There is one model, so batch-norm's running statistics see all ranks' batches.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        n_ranks: int,
+        compressor_options: Options | Mapping[str, Any],
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    ) -> None:
+        if isinstance(n_ranks, bool) or not isinstance(n_ranks, int):
+            raise TypeError(f"EmulatedOptimizer: n_ranks must be an int, got {type(n_ranks).__name__}")
+        if not 1 <= n_ranks <= MAX_RANKS:
+            raise ValueError(f"EmulatedOptimizer: n_ranks must be in 1..{MAX_RANKS}, got {n_ranks}")
+        self.optimizer, self.n_ranks, self.options = optimizer, n_ranks, _as_options(compressor_options)
+        self._parameters = {
+            name: parameter for name, parameter in self._name(named_parameters) if parameter.requires_grad
+        }
+        for name, parameter in self._parameters.items():
+            if parameter.dtype not in DTYPE_CODES:
+                raise TypeError(
+                    f"EmulatedOptimizer: parameter {name!r} must be of a real floating type, got "
+                    f"{parameter.dtype}"
+                )
+        self._collected: list[dict[str, torch.Tensor]] = []
+        self._exchanges: list[Exchange] | None = None
+        # The real exchange lays layers out in the order in which backward first produced them; do as it does.
+        self._order: dict[str, None] = {}
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._recorder(name))
+            for name, parameter in self._parameters.items()
+        ]
+
+    def _name(
+        self, named: Iterable[tuple[str, torch.nn.Parameter]] | None
+    ) -> list[tuple[str, torch.nn.Parameter]]:
+        groups = self.optimizer.param_groups
+        if named is None:
+            return [
+                (f"allreduce.noname.{i}.{j}", parameter)
+                for i, group in enumerate(groups)
+                for j, parameter in enumerate(group["params"])
+            ]
+        mine = {id(parameter) for group in groups for parameter in group["params"]}
+        pairs = [(name, parameter) for name, parameter in named if id(parameter) in mine]
+        if len({name for name, _ in pairs}) < len(mine):
+            raise ValueError(
+                f"EmulatedOptimizer: named_parameters must name all {len(mine)} parameters of the "
+                f"optimizer, each differently, got {len(pairs)}"
+            )
+        return pairs
+
+    def _recorder(self, name: str) -> Callable[[torch.Tensor], None]:
+        def record(_: torch.Tensor) -> None:
+            self._order.setdefault(name)
+
+        return record
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """The exchange of every emulated rank, for residuals and statistics; empty before the first step."""
+        return self._exchanges or []
+
+    def collect(self) -> None:
+        """Take the parameters' gradients as those of the next rank, and clear them."""
+        if len(self._collected) == self.n_ranks:
+            raise ValueError(
+                f"EmulatedOptimizer: collect must be called {self.n_ranks} times per step, got one more"
+            )
+        for hook in self._hooks:  # rank 0's first backward has settled the order
+            hook.remove()
+        self._hooks = []
+        grads = {}
+        for name, parameter in self._parameters.items():
+            grad = parameter.grad
+            grads[name] = torch.zeros_like(parameter) if grad is None else grad.detach().contiguous()
+            parameter.grad = None
+        self._collected.append(grads)
+
+    def reduce(self) -> None:
+        """Put the average over the collected ranks, as the exchange computes it, into every `.grad`."""
+        if len(self._collected) != self.n_ranks:
+            raise ValueError(
+                f"EmulatedOptimizer: collect must be called {self.n_ranks} times per step, got "
+                f"{len(self._collected)}"
+            )
+        collected, self._collected = self._collected, []
+        names = [*self._order, *(name for name in self._parameters if name not in self._order)]
+        if self.n_ranks > 1:
+            layers = [[self._layer(name, grads[name]) for name in names] for grads in collected]
+            kernels = _kernels(next(iter(self._parameters.values())).device)
+            self._exchanges = local_allreduce(layers, self.options, kernels, self._exchanges)
+        for name, parameter in self._parameters.items():
+            parameter.grad = collected[0][name]
+
+    def _layer(self, name: str, grad: torch.Tensor) -> Layer:
+        """Reduced in place: the collected gradients are the emulator's own."""
+        return Layer(
+            name,
+            tuple(grad.shape),
+            DTYPE_CODES[grad.dtype],
+            grad.data_ptr(),
+            grad.data_ptr(),
+            1.0 / self.n_ranks,
+            grad,
+        )
+
+    def step(self, loss: Callable[[int], torch.Tensor] | None = None) -> torch.Tensor | None:
+        """Reduce what was collected and update the parameters.
+
+        With `loss`, a function of the rank, first run and collect all backward passes; returns the mean loss.
+        """
+        mean = None
+        if loss is not None:
+            losses = []
+            for rank in range(self.n_ranks):
+                value = loss(rank)
+                value.backward()
+                self.collect()
+                losses.append(value.detach())
+            mean = torch.stack(losses).mean()
+        self.reduce()
+        self.optimizer.step()
+        return mean

@@ -1,0 +1,109 @@
+"""The paper's gradient sum for N emulated ranks in one process: shared exponent, low-precision partial
+sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from horovod_aps.simulate import _native
+from horovod_aps.simulate.cast import float_quantize
+
+
+def _shared_exponent(grads: Sequence[torch.Tensor], n_ranks: int) -> int | None:
+    """ceil(log2(max|g| * N)) over all ranks, exactly; None if every gradient is zero or one is not finite."""
+    largest = max((float(grad.abs().max()) for grad in grads if grad.numel()), default=0.0)
+    if largest == 0.0 or not math.isfinite(largest):
+        return None
+    fraction, exponent = math.frexp(
+        largest * n_ranks
+    )  # float64: neither overflow nor float32 subnormals matter
+    return exponent - 1 if fraction == 0.5 else exponent
+
+
+def _ldexp(x: torch.Tensor, exponent: int) -> torch.Tensor:
+    """x * 2**exponent for any exponent; exact as long as the result is a normal float32."""
+    # float64 holds every float32 times 2**+-700, so the only rounding is the last conversion.
+    return (x.double() * 2.0 ** max(-700, min(700, exponent))).float()
+
+
+def _add_in_order(values: Sequence[torch.Tensor], e: int, m: int, kahan: bool) -> torch.Tensor:
+    """Sum with every operation rounded to (e, m), in the order given."""
+    total = torch.zeros_like(values[0])
+    rest = torch.zeros_like(total)
+    for value in values:
+        if not kahan:
+            total = float_quantize(total + value, e, m)
+            continue
+        corrected = float_quantize(value - rest, e, m)
+        new = float_quantize(total + corrected, e, m)
+        rest = float_quantize(float_quantize(new - total, e, m) - corrected, e, m)
+        total = new
+    return total
+
+
+def sum_gradients(
+    per_rank_grads: Sequence[Sequence[torch.Tensor | None]],
+    e: int,
+    m: int,
+    aps: bool = True,
+    kahan: bool = False,
+    groups: int = 1,
+) -> list[torch.Tensor | None]:
+    """Sum the gradients of all ranks, layer by layer, in the arithmetic of the APS paper.
+
+    `per_rank_grads[rank][layer]`. With `aps` each layer is scaled by a power of two so that max|g| * N falls
+    on the format's top binade, rounded, summed in rank order with a rounding after every addition, and scaled
+    back; without, the values are rounded as they are. `kahan` carries Kahan's correction, also in (e, m).
+    `groups` sums that many runs of consecutive ranks first and then their results, so round-off grows with N
+    / groups + groups, not N.
+
+    Returns new float32 tensors; the inputs are not changed. A layer that is None on every rank gives None, on
+    some ranks counts as zero there. All-zero layers give zeros. A layer with NaN or Inf gives what IEEE sums
+    of the unscaled values give. Sums are not averaged.
+    """
+    _native.check_format("sum_gradients", e, m)
+    n_ranks = len(per_rank_grads)
+    if n_ranks == 0:
+        raise ValueError("sum_gradients: per_rank_grads must hold at least one rank, got none")
+    if not 1 <= groups <= n_ranks:
+        raise ValueError(f"sum_gradients: groups must be in 1..{n_ranks}, got {groups}")
+    n_layers = len(per_rank_grads[0])
+    if any(len(grads) != n_layers for grads in per_rank_grads):
+        raise ValueError(
+            f"sum_gradients: every rank must have {n_layers} layers, got "
+            f"{[len(grads) for grads in per_rank_grads]}"
+        )
+    return [
+        _sum_layer([grads[layer] for grads in per_rank_grads], e, m, aps, kahan, groups)
+        for layer in range(n_layers)
+    ]
+
+
+def _sum_layer(
+    grads: Sequence[torch.Tensor | None], e: int, m: int, aps: bool, kahan: bool, groups: int
+) -> torch.Tensor | None:
+    present = [grad for grad in grads if grad is not None]
+    if not present:
+        return None
+    if any(grad.shape != present[0].shape for grad in present):
+        raise ValueError(
+            f"sum_gradients: shapes must agree between ranks, got {[tuple(g.shape) for g in present]}"
+        )
+    values = [torch.zeros_like(present[0]) if grad is None else grad.detach() for grad in grads]
+    values = [value.float() for value in values]
+
+    # The format's top exponent is its bias, which is also what CPD shifts to.
+    exponent = _shared_exponent(present, len(grads)) if aps else None
+    shift = 0 if exponent is None else (1 << (e - 1)) - 1 - exponent
+    values = [float_quantize(_ldexp(value, shift) if shift else value, e, m) for value in values]
+
+    bounds = [len(values) * group // groups for group in range(groups + 1)]
+    partial = [
+        _add_in_order(values[low:high], e, m, kahan) for low, high in zip(bounds, bounds[1:], strict=False)
+    ]
+    total = _add_in_order(partial, e, m, kahan) if groups > 1 else partial[0]
+    return _ldexp(total, -shift) if shift else total
