@@ -65,8 +65,17 @@ def max_code(fmt: Any) -> int:
 
 
 def max_exponent(fmt: Any) -> int:
-    """floor(log2(max)): the binade that the exchange moves a layer's largest gradient to."""
+    """floor(log2(max))."""
     return math.frexp(max_value(fmt))[1] - 1
+
+
+def wire_exponent(fmt: Any) -> int:
+    """The exponent emax that stands for a layer's E on the wire: the largest normal exponent.
+
+    e = 1 with specials has only subnormals; there it is the one that they share with the missing normals, one
+    above `max_exponent`.
+    """
+    return max(max_exponent(fmt), min_exponent(fmt))
 
 
 def top_spacing(fmt: Any) -> float:
@@ -251,12 +260,14 @@ def scan_exponent(x: ArrayLike, fmt: Any, stochastic: bool = False) -> int:
         return EXP_NONFINITE
     largest = float(np.max(np.abs(x)))
     exponent = math.frexp(largest)[1] - 1
-    # largest * 2^(emax - E), without overflow on the way
-    scaled = math.ldexp(math.frexp(largest)[0], max_exponent(fmt) + 1)
-    # Rounding to the spacing of the top binade, as if the format went on above its largest value.
     spacing = Fraction(top_spacing(fmt))
-    rounded = scaled if stochastic else round(Fraction(scaled) / spacing) * spacing
-    return exponent + 1 if rounded > max_value(fmt) else exponent
+    while True:
+        scaled = Fraction(largest) * Fraction(2) ** (wire_exponent(fmt) - exponent)
+        # Rounding to the spacing of the top binade, as if the format went on above its largest value.
+        rounded = scaled if stochastic else round(scaled / spacing) * spacing
+        if rounded <= Fraction(max_value(fmt)):
+            return exponent
+        exponent += 1
 
 
 def quantize_scaled(x: ArrayLike, exponent: int, fmt: Any) -> F64:
@@ -267,7 +278,7 @@ def quantize_scaled(x: ArrayLike, exponent: int, fmt: Any) -> F64:
     x = as_float64(x)
     if exponent in (EXP_ZERO, EXP_NONFINITE):
         return np.zeros_like(x)
-    return quantize(np.ldexp(x, max_exponent(fmt) - exponent), fmt, saturate=True)
+    return quantize(np.ldexp(x, wire_exponent(fmt) - exponent), fmt, saturate=True)
 
 
 def true_value(value: ArrayLike, exponent: int, fmt: Any) -> F64:
@@ -276,7 +287,7 @@ def true_value(value: ArrayLike, exponent: int, fmt: Any) -> F64:
         return np.zeros_like(as_float64(value))
     if exponent == EXP_NONFINITE:
         return np.full_like(as_float64(value), np.nan)
-    return np.ldexp(as_float64(value), exponent - max_exponent(fmt))
+    return np.ldexp(as_float64(value), exponent - wire_exponent(fmt))
 
 
 def accumulation_dtype(fmt: Any) -> Any:
@@ -291,7 +302,7 @@ def accumulate(values: Sequence[F64], fmt: Any, mode: str = "float32") -> NDArra
     the paper's code does. "kahan": the same with Kahan's correction, every operation rounded to the format.
     The factor moves the top binade to 2^100, so that no value or sum is a float32 subnormal.
     """
-    shift = ACC_EXPONENT - max_exponent(fmt)
+    shift = ACC_EXPONENT - wire_exponent(fmt)
     if mode == "float32":
         scaled = [np.ldexp(as_float64(v), shift).astype(accumulation_dtype(fmt)) for v in values]
         total = scaled[0].copy()
@@ -328,7 +339,7 @@ def reduce_segment(values: Sequence[F64], exponent: int, fmt: Any, mode: str = "
         return exponent, np.zeros_like(as_float64(values[0]))
     total = accumulate(values, fmt, mode)
     if mode != "float32":
-        return exponent, np.ldexp(as_float64(total), max_exponent(fmt) - ACC_EXPONENT)
+        return exponent, np.ldexp(as_float64(total), wire_exponent(fmt) - ACC_EXPONENT)
     if not np.any(total):
         return EXP_ZERO, np.zeros_like(as_float64(values[0]))
     sum_exponent = scan_exponent(total, fmt)
@@ -475,5 +486,7 @@ def simulate_exchange(
 
 
 def residual(x: ArrayLike, exponent: int, fmt: Any) -> F64:
-    """What error feedback keeps: x minus the value that was sent for it."""
+    """What error feedback keeps: x minus the value that was sent for it; zeros if the layer was not finite."""
+    if exponent == EXP_NONFINITE:
+        return np.zeros_like(as_float64(x))
     return as_float64(x) - true_value(quantize_scaled(x, exponent, fmt), exponent, fmt)
