@@ -486,7 +486,7 @@ def simulate_exchange(
 
 
 def residual(x: ArrayLike, exponent: int, fmt: Any) -> F64:
-    """What error feedback keeps: x minus the value that was sent for it; zeros if the layer was not finite."""
+    """What error feedback keeps: x minus the value sent for it; zeros if the layer was not finite."""
     if exponent == EXP_NONFINITE:
         return np.zeros_like(as_float64(x))
     return as_float64(x) - true_value(quantize_scaled(x, exponent, fmt), exponent, fmt)
