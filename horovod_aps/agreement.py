@@ -1,0 +1,97 @@
+"""How ranks make sure that they mean the same batch before any packed byte is read.
+
+A batch is described by its layers and the compressor's options. Ranks compare full descriptions (JSON, parsed and
+never executed) when a batch is new or when digests differ, and all raise the same error if they disagree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from horovod_aps import __version__
+from horovod_aps.layout import LayerSpec
+from horovod_aps.options import FLOAT32, Options, WireFormat
+
+DTYPE_NAMES = ("float32", "float64", "float16", "bfloat16")
+
+
+class _LayerLike(Protocol):
+    name: str
+    shape: tuple[int, ...]
+    dtype: int
+    factor: float
+
+
+def top_exponent(fmt: WireFormat) -> int:
+    """Exponent of the largest finite value of a format."""
+    bias = 2 ** (fmt.exp_bits - 1) - 1
+    return max(1, 2**fmt.exp_bits - (2 if fmt.specials else 1)) - bias
+
+
+def spec_of(layer: _LayerLike, options: Options, warm: bool) -> LayerSpec:
+    """What ranks compare about a layer; during warm-up all layers travel as float32."""
+    n_elements = 1
+    for extent in layer.shape:
+        n_elements *= extent
+    fmt = FLOAT32 if warm else options.format_for(layer.name, n_elements)
+    return LayerSpec(layer.name, layer.shape, layer.dtype, layer.factor, fmt)
+
+
+def _plain(spec: LayerSpec) -> dict[str, Any]:
+    return {"shape": list(spec.shape), "dtype": DTYPE_NAMES[spec.dtype], "factor": spec.factor,
+            "format": str(spec.format), "specials": spec.format.specials}
+
+
+def describe(specs: Iterable[LayerSpec], options: Options) -> str:
+    """A text that is equal on two ranks exactly if they mean the same batch."""
+    layers = {spec.name: _plain(spec) for spec in specs}
+    return json.dumps({"version": __version__, "options": options.fingerprint(), "layers": layers},
+                      sort_keys=True)
+
+
+def digest_words(description: str) -> tuple[int, int]:
+    """Two non-negative 31-bit words that stand for a description in a header."""
+    raw = hashlib.sha256(description.encode()).digest()
+    return int.from_bytes(raw[:4], "little") >> 1, int.from_bytes(raw[4:8], "little") >> 1
+
+
+def proposal(specs: Sequence[LayerSpec], options: Options) -> bytes:
+    """This rank's description of the batch, with its own order of arrival."""
+    return json.dumps({"description": describe(specs, options), "order": [spec.name for spec in specs]}).encode()
+
+
+def settle(proposals: Sequence[bytes]) -> dict[str, int]:
+    """Position of every layer in rank 0's order, if all ranks proposed the same batch.
+
+    Raises ValueError, with the same text on all ranks, that names the ranks and both values otherwise.
+    """
+    parsed = [json.loads(raw) for raw in proposals]
+    descriptions = [json.loads(entry["description"]) for entry in parsed]
+    for rank, other in enumerate(descriptions):
+        difference = _difference(descriptions[0], other, rank)
+        if difference:
+            raise ValueError(f"APSCompressor: {difference}")
+    return {name: position for position, name in enumerate(parsed[0]["order"])}
+
+
+def _difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> str | None:
+    """One sentence on the first thing in which rank `rank` differs from rank 0."""
+    if first["version"] != other["version"]:
+        return (f"rank 0 runs horovod_aps {first['version']}, rank {rank} runs {other['version']}; "
+                f"install the same version everywhere")
+    for name, value in first["options"].items():
+        if other["options"].get(name) != value:
+            return (f"option {name} is {value!r} on rank 0 and {other['options'].get(name)!r} on rank {rank}; "
+                    f"all ranks must use the same options")
+    for name in sorted(set(first["layers"]) | set(other["layers"])):
+        mine, theirs = first["layers"].get(name), other["layers"].get(name)
+        if mine is None or theirs is None:
+            has, has_not = (rank, 0) if mine is None else (0, rank)
+            return f"tensor {name!r} was submitted on rank {has} but not on rank {has_not}"
+        for key, value in mine.items():
+            if theirs[key] != value:
+                return f"tensor {name!r} has {key} {value!r} on rank 0 and {theirs[key]!r} on rank {rank}"
+    return None

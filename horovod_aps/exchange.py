@@ -1,0 +1,408 @@
+"""The APS exchange: what happens between a gradient handed in and the same gradient reduced over all ranks.
+
+    exponents -> encode -> (all-to-all -> reduce ->) all-gather -> decode
+
+Frontends `submit` layers as their gradients become ready and `flush` before they need the results. A batch is
+what was submitted between two flushes. Ranks may submit in any order; they agree on the make-up of a batch the
+first time they see it (`agreement`), and from then on every exponent message carries a digest of it, so that a
+rank that differs is noticed before any byte is misread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from horovod_aps import agreement
+from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO, SUM_FLOAT, SUM_FORMAT, SUM_KAHAN
+from horovod_aps.layout import (EXPONENT_BYTES, ITEM_SIZES, MAX_LAYERS, BucketLayout, LayerSpec, plan_buckets)
+from horovod_aps.log import trace
+from horovod_aps.options import Options
+from horovod_aps.statistics import Statistics
+from horovod_aps.transport import LocalTransport, Request, Transport
+
+ACCUMULATE_CODES = {"float32": SUM_FLOAT, "format": SUM_FORMAT, "kahan": SUM_KAHAN}
+MAX_PLANS = 64  # batches remembered; an older one is agreed on anew when it comes back
+POLL_SECONDS = 50e-6
+HEADER_WORDS = 5  # digest, its negation, and a flag, ahead of the exponents of a bucket
+
+Steps = Generator[Request, None, None]
+
+
+@dataclass
+class Layer:
+    """One gradient handed to the exchange: where it is, and where its result goes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: int
+    source: int
+    target: int
+    factor: float
+    keep: Any = None
+    """Holds the memory behind `source` and `target` alive."""
+
+
+class Plan:
+    """A batch whose make-up all ranks share: layer specs in bucket order, layouts, and reusable buffers."""
+
+    def __init__(self, specs: Sequence[LayerSpec], description: str, size: int, options: Options) -> None:
+        self.specs = list(specs)
+        self.by_name = {spec.name: spec for spec in self.specs}
+        self.words = agreement.digest_words(description)
+        self.buckets = plan_buckets(self.specs, size, options.bucket_mb)
+        self.bucket_of = {self.specs[layer].name: i for i, b in enumerate(self.buckets) for layer in b.layers}
+        self.buffers: list[_Buffers | None] = [None] * len(self.buckets)
+
+
+class _Buffers:
+    """Messages and segment tables of one bucket, made once and reused by every exchange of it."""
+
+    def __init__(self, kernels: Any, bucket: BucketLayout, rank: int, size: int) -> None:
+        self.table = bucket.segments.copy()
+        self.item_offsets = self.table["first"] * np.array(ITEM_SIZES)[self.table["dtype"]]
+        self.residual_offsets = self.table["first"] * 4
+        self.send = kernels.alloc(int(bucket.shard_bytes[-1]))
+        if bucket.n_shards == 1:
+            self.recv = kernels.alloc(len(self.send) * (size - 1))
+            return
+        self.mine = bucket.shard_table(rank)
+        self.n_payload = int(bucket.shard_bytes[rank + 1] - bucket.shard_bytes[rank])
+        self.recv = kernels.alloc(self.n_payload * size)
+        self.sums = kernels.alloc(int(bucket.gather_bytes[rank + 1] - bucket.gather_bytes[rank]))
+        self.gathered = kernels.alloc(int(bucket.gather_bytes[-1]) - len(self.sums))
+
+
+@dataclass
+class _Flight:
+    """A planned batch on its way: which layers have arrived, and the jobs of its launched buckets."""
+
+    plan: Plan
+    arrived: list[int]
+    layers: dict[str, Layer] = field(default_factory=dict)
+    jobs: list[_Job] = field(default_factory=list)
+    n_agreed: int = 0
+    broken: bool = False
+
+    @property
+    def n_launched(self) -> int:
+        return len(self.jobs)
+
+    def finished_names(self) -> set[str]:
+        """Layers whose bucket was launched and agreed on."""
+        names = set()
+        for job in self.jobs[:self.n_agreed]:
+            names.update(self.plan.specs[i].name for i in self.plan.buckets[job.index].layers)
+        return names
+
+
+class _Job:
+    """One bucket going through the phases; `step` moves it on when what it waits for is done."""
+
+    def __init__(self, index: int, steps: Steps) -> None:
+        self.index = index
+        self._steps = steps
+        self._request: Request | None = next(steps)
+
+    @property
+    def finished(self) -> bool:
+        return self._request is None
+
+    def step(self) -> bool:
+        """Advance as far as possible; True if anything moved."""
+        moved = False
+        while self._request is not None and self._request.done():
+            self._request = next(self._steps, None)
+            moved = True
+        return moved
+
+
+class Exchange:
+    """APS all-reduce of batches of layers among the ranks of one process set."""
+
+    def __init__(self, kernels: Any, transport: Transport, options: Options) -> None:
+        self.options = options
+        self.kernels, self.transport = kernels, transport
+        self.statistics = Statistics()
+        self.residuals: dict[str, np.ndarray] = {}
+        self.step_number = 0
+        self._pending: OrderedDict[str, Layer] = OrderedDict()
+        self._plans: OrderedDict[str, Plan] = OrderedDict()
+        self._plan_of: dict[str, Plan] = {}
+        self._flight: _Flight | None = None
+        self._lock = threading.RLock()
+
+    # ---- handing in and taking out ------------------------------------------------------------------------
+
+    def submit(self, layer: Layer) -> None:
+        """Hand in one gradient; with an overlapping transport full buckets start on their way at once."""
+        with self._lock:
+            if layer.name in self._pending:
+                raise ValueError(f"APSCompressor: {layer.name!r} was submitted twice before its result was used; "
+                                 f"give tensors of different models different names")
+            self._pending[layer.name] = layer
+            if not self.transport.overlaps:
+                return
+            if len(self._pending) == 1 and layer.name in self._plan_of:
+                self._flight = self._take_off(self._plan_of[layer.name])
+            if self._flight is not None:
+                self._arrive(self._flight, layer)
+                self._advance(self._flight)
+
+    def flush(self) -> None:
+        """Reduce everything that was submitted; on return all targets hold their results."""
+        with self._lock:
+            waits = 0
+            for moved in self.flush_steps():
+                # Yield the core at first, in case the answer is near; then sleep, so that the kernels of the
+                # other ranks and Horovod's own thread get the cores.
+                waits = 0 if moved else waits + 1
+                time.sleep(0 if waits < 20 else POLL_SECONDS)
+
+    def flush_steps(self) -> Generator[bool, None, None]:
+        """`flush` in steps that never block, for a caller that drives several exchanges at once."""
+        batch, self._pending = self._pending, OrderedDict()
+        flight, self._flight = self._flight, None
+        try:
+            done: set[str] = set()
+            if flight is None and batch:
+                plan = self._plans.get(agreement.describe(self._specs(batch.values()), self.options))
+                if plan is not None:
+                    flight = self._take_off(plan)
+                    for layer in batch.values():
+                        self._arrive(flight, layer)
+            if flight is not None:
+                yield from self._fly(flight)
+                done = flight.finished_names()
+            rest = [layer for name, layer in batch.items() if name not in done]
+            if rest:
+                yield from self._reduce_unplanned(batch, rest, announced=flight is not None and flight.broken)
+        finally:
+            self.step_number += 1
+
+    def forget(self) -> None:
+        """Drop everything that was learned from the present ranks, for a changed world."""
+        with self._lock:
+            self._pending.clear()
+            self._plans.clear()
+            self._plan_of.clear()
+            self._flight = None
+
+    # ---- agreeing on a batch ------------------------------------------------------------------------------
+
+    def _specs(self, layers: Any) -> list[LayerSpec]:
+        warm = self.step_number < self.options.warmup_steps
+        return [agreement.spec_of(layer, self.options, warm) for layer in layers]
+
+    def _reduce_unplanned(self, batch: dict[str, Layer], rest: list[Layer], announced: bool
+                          ) -> Generator[bool, None, None]:
+        """Agree with all ranks on the batch, remember it, and reduce the layers that are left of it."""
+        if not announced:  # tell ranks that do know this batch, in the message they expect, that we must talk
+            request = self.transport.max(self._header(None, []), 0)
+            while not request.done():
+                yield False
+            request.result()
+        specs = self._specs(batch.values())
+        trace("negotiating a batch of %d layers", len(specs))
+        request = self.transport.gather_bytes(agreement.proposal(specs, self.options), 0)
+        while not request.done():
+            yield False
+        order = agreement.settle(request.result())
+        ranked = sorted(rest, key=lambda layer: order[layer.name])
+        plan = self._remember(self._specs(ranked))
+        flight = self._take_off(plan)
+        for layer in ranked:
+            self._arrive(flight, layer)
+        yield from self._fly(flight)
+        if flight.finished_names() != {layer.name for layer in ranked}:
+            raise RuntimeError("APSCompressor: ranks agreed on a batch and then sent different ones; please report this")
+
+    def _remember(self, specs: list[LayerSpec]) -> Plan:
+        description = agreement.describe(specs, self.options)
+        plan = self._plans[description] = Plan(specs, description, self.transport.size, self.options)
+        if len(self._plans) > MAX_PLANS:
+            _, oldest = self._plans.popitem(last=False)
+            self._plan_of = {name: plan for name, plan in self._plan_of.items() if plan is not oldest}
+        self._plan_of.update((spec.name, plan) for spec in specs)
+        return plan
+
+    def _header(self, plan: Plan | None, exponents: Any) -> np.ndarray:
+        """The fixed-size int32 message that opens a bucket: who we think we are, and our exponents."""
+        header = np.full(HEADER_WORDS + MAX_LAYERS, EXP_ZERO, np.int32)
+        words = (0, 0) if plan is None else plan.words
+        header[:HEADER_WORDS] = (words[0], words[1], -words[0], -words[1], plan is None)
+        header[HEADER_WORDS:HEADER_WORDS + len(exponents)] = exponents
+        return header
+
+    # ---- flying a planned batch ---------------------------------------------------------------------------
+
+    def _take_off(self, plan: Plan) -> _Flight:
+        return _Flight(plan, [len(bucket.layers) for bucket in plan.buckets])
+
+    def _arrive(self, flight: _Flight, layer: Layer) -> None:
+        if flight.plan.by_name.get(layer.name) == self._specs([layer])[0]:
+            flight.layers[layer.name] = layer
+            flight.arrived[flight.plan.bucket_of[layer.name]] -= 1
+
+    def _advance(self, flight: _Flight) -> bool:
+        """Launch the buckets that may start and move all jobs on; True if anything moved.
+
+        Bucket k starts only after k-1 has been agreed on (with a transport that overlaps) or the first has (with
+        one that starts at flush, where the first digest speaks for the whole batch): a rank that disagrees must
+        not leave messages behind that nobody will ever answer.
+        """
+        moved = False
+        while (not flight.broken and flight.n_launched < len(flight.plan.buckets)
+               and flight.arrived[flight.n_launched] == 0
+               and flight.n_agreed >= (flight.n_launched if self.transport.overlaps else min(1, flight.n_launched))):
+            index = flight.n_launched
+            flight.jobs.append(_Job(index, self._reduce_bucket(flight, index)))
+            moved = True
+        for job in flight.jobs:
+            if not job.finished and job.step():
+                moved = True
+        return moved
+
+    def _fly(self, flight: _Flight) -> Generator[bool, None, None]:
+        """Bring every bucket that can be launched home."""
+        while True:
+            moved = self._advance(flight)
+            if all(job.finished for job in flight.jobs) and not moved:
+                return
+            yield moved
+
+    def _reduce_bucket(self, flight: _Flight, index: int) -> Steps:
+        """All phases of one bucket; yields what it waits for."""
+        plan, bucket, transport = flight.plan, flight.plan.buckets[index], self.transport
+        buffers = plan.buffers[index]
+        if buffers is None:
+            buffers = plan.buffers[index] = _Buffers(self.kernels, bucket, transport.rank, transport.size)
+        layers = [flight.layers[plan.specs[i].name] for i in bucket.layers]
+        table, segment_layer = buffers.table, bucket.layer_of_segment
+        targets = np.array([layer.target for layer in layers], np.uint64)
+        self._point_at_sources(buffers, bucket, layers)
+
+        # Exponents: the largest of each layer, over its segments and over the ranks.
+        self.kernels.scan(table, stochastic=self.options.rounding == "stochastic")
+        exponents = np.full(len(layers), EXP_ZERO, np.int32)
+        np.maximum.at(exponents, segment_layer, table["exponent"])
+        request = transport.max(self._header(plan, exponents), index)
+        yield request
+        shared = request.result()
+        words = shared[:HEADER_WORDS]
+        if words[0] != -words[2] or words[1] != -words[3] or words[4]:
+            flight.broken = True
+            return
+        flight.n_agreed += 1
+        exponents = self._final_exponents(shared[HEADER_WORDS:HEADER_WORDS + len(layers)], plan, bucket)
+        table["exponent"] = exponents[segment_layer]
+
+        # Encode, and keep what rounding loses.
+        self.kernels.encode(table, buffers.send, self._seed(transport.rank))
+        self._account(plan, bucket, buffers, exponents)
+        if self.options.error_feedback:
+            self.kernels.residual(table, buffers.send)
+
+        mode = ACCUMULATE_CODES[self.options.accumulate]
+        if bucket.n_shards == 1:
+            request = transport.allgather(buffers.send, [len(buffers.send)] * transport.size, buffers.recv, index)
+            yield request
+            self._point_at_targets(buffers, bucket, plan, targets)
+            self.kernels.decode(table, request.result(), mode)
+            return
+
+        # Scatter, reduce my shard, gather everyone's.
+        request = transport.alltoall(buffers.send, bucket.shard_bytes, buffers.recv, index)
+        yield request
+        first, last = bucket.shard_segments[transport.rank], bucket.shard_segments[transport.rank + 1]
+        buffers.mine["exponent"] = table["exponent"][first:last]
+        self.kernels.reduce(buffers.mine, request.result(), mode, buffers.sums[:buffers.n_payload],
+                            self._seed(transport.size), keep_exponent=not self.options.scaling)
+        buffers.sums[buffers.n_payload:] = buffers.mine["exponent"].astype("<i2").view(np.uint8)
+        request = transport.allgather(buffers.sums, np.diff(bucket.gather_bytes).tolist(), buffers.gathered, index)
+        yield request
+        self._point_at_targets(buffers, bucket, plan, targets)
+        for shard, message in enumerate(request.result()):
+            first, last = bucket.shard_segments[shard], bucket.shard_segments[shard + 1]
+            n_exponents = EXPONENT_BYTES * int(last - first)
+            part = table[first:last].copy()
+            part["offset"] -= bucket.shard_bytes[shard]
+            part["exponent"] = message[len(message) - n_exponents:].view("<i2")
+            self.kernels.decode(part, [message[:len(message) - n_exponents]], 0)
+
+    def _final_exponents(self, shared: np.ndarray, plan: Plan, bucket: BucketLayout) -> np.ndarray:
+        """The exponents to encode with: as shared, or as the paper's low-precision sums need them."""
+        exponents = shared.copy()
+        ordinary = (exponents != EXP_ZERO) & (exponents != EXP_NONFINITE)
+        if self.options.accumulate != "float32":  # partial sums of N values must not overflow
+            exponents[ordinary] += int(np.ceil(np.log2(self.transport.size)))
+        if not self.options.scaling:  # a fixed scale of 1: every format's own top exponent
+            tops = np.array([agreement.top_exponent(plan.specs[i].format) for i in bucket.layers], np.int32)
+            exponents[ordinary] = tops[ordinary]
+        return exponents
+
+    def _point_at_sources(self, buffers: _Buffers, bucket: BucketLayout, layers: list[Layer]) -> None:
+        """Aim the segment table at the values to encode: the gradients, or gradient plus residual."""
+        table, segment_layer = buffers.table, bucket.layer_of_segment
+        sources = np.array([layer.source for layer in layers], np.uint64)
+        table["data"] = sources[segment_layer] + buffers.item_offsets.astype(np.uint64)
+        if not self.options.error_feedback:
+            return
+        residuals = np.empty(len(layers), np.uint64)
+        for i, layer in enumerate(layers):
+            n_elements = int(np.prod(layer.shape, dtype=np.int64))
+            kept = self.residuals.get(layer.name)
+            if kept is None or kept.size != n_elements:
+                kept = self.residuals[layer.name] = self.kernels.zeros(n_elements)
+            residuals[i] = self.kernels.address(kept)
+        addresses = residuals[segment_layer] + buffers.residual_offsets.astype(np.uint64)
+        self.kernels.add(table, addresses)
+        table["data"], table["dtype"] = addresses, 0
+
+    def _point_at_targets(self, buffers: _Buffers, bucket: BucketLayout, plan: Plan, targets: np.ndarray) -> None:
+        """Aim the segment table at where the results go."""
+        table = buffers.table
+        table["data"] = targets[bucket.layer_of_segment] + buffers.item_offsets.astype(np.uint64)
+        table["dtype"] = bucket.segments["dtype"]
+
+    def _seed(self, stream: int) -> int | None:
+        """Seed of stochastic rounding: another one for every step and rank, the same in every run."""
+        if self.options.rounding == "nearest":
+            return None
+        return (self.options.seed << 40) ^ (self.step_number << 16) ^ stream
+
+    def _account(self, plan: Plan, bucket: BucketLayout, buffers: _Buffers, exponents: np.ndarray) -> None:
+        size = self.transport.size
+        n_elements = sum(plan.specs[i].n_elements for i in bucket.layers)
+        sent = len(buffers.send) * (size - 1) / (1 if bucket.n_shards == 1 else size)
+        if bucket.n_shards > 1:
+            sent += len(buffers.sums) * (size - 1)
+        self.statistics.add_bytes(sent + 4 * (HEADER_WORDS + MAX_LAYERS), 2 * (size - 1) / size * 4 * n_elements)
+        measured = None
+        if self.options.stats:
+            measured = self.kernels.measure(buffers.table, buffers.send)
+        self.statistics.add_layers([plan.specs[i] for i in bucket.layers], exponents, bucket.layer_of_segment,
+                                   measured)
+
+
+def local_allreduce(per_rank: Sequence[Sequence[Layer]], options: Options, kernels: Any,
+                    exchanges: Sequence[Exchange] | None = None) -> list[Exchange]:
+    """Reduce `per_rank[r]`, the layers of emulated rank r, in one process, through the real exchange.
+
+    Pass the returned exchanges in again to keep residuals and the step number over several calls.
+    """
+    if exchanges is None:
+        exchanges = [Exchange(kernels, transport, options) for transport in LocalTransport.world(len(per_rank))]
+    for exchange, layers in zip(exchanges, per_rank):
+        for layer in layers:
+            exchange.submit(layer)
+    running = [exchange.flush_steps() for exchange in exchanges]
+    while running:
+        running = [steps for steps in running if next(steps, None) is not None]
+    return list(exchanges)

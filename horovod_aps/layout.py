@@ -1,0 +1,135 @@
+"""How layers are laid out in packed messages: buckets, shards and their segment tables.
+
+Between scale and pack in the flow of data: the exchange hands the sorted layers of a batch to `plan_buckets`,
+and the kernels work on the segment tables that come out. Every rank computes the same layout from the same
+layers, so no sizes travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from horovod_aps.kernels import RAW, SEGMENT, SPECIALS
+from horovod_aps.options import WireFormat
+
+MAX_LAYERS = 256  # layers per bucket: what one fixed-size exponent message has room for
+UNIT = 8  # elements; segments start at multiples of it, which is a whole number of bytes at any width
+EXPONENT_BYTES = 2  # per segment, behind the packed sums of a shard
+ITEM_SIZES = (4, 8, 2, 2)  # bytes per element, by dtype code
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What all ranks must agree on about one layer."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: int
+    factor: float
+    format: WireFormat
+
+    @property
+    def n_elements(self) -> int:
+        """Elements of the layer."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Layers that travel together, cut into one shard per rank (a single shard when two ranks swap wholes)."""
+
+    layers: tuple[int, ...]
+    segments: np.ndarray  # SEGMENT, sorted by shard; offsets count from the start of the scatter buffer
+    layer_of_segment: np.ndarray  # index into `layers`
+    shard_segments: np.ndarray  # n_shards + 1 bounds into `segments`
+    shard_bytes: np.ndarray  # n_shards + 1 byte bounds in the scatter buffer
+    gather_bytes: np.ndarray  # n_shards + 1 byte bounds in the gather buffer (packed sums and exponents)
+
+    @property
+    def n_shards(self) -> int:
+        """Number of shards."""
+        return len(self.shard_bytes) - 1
+
+    def shard_table(self, shard: int) -> np.ndarray:
+        """Segments of one shard with offsets from the start of that shard's message."""
+        table = self.segments[self.shard_segments[shard]:self.shard_segments[shard + 1]].copy()
+        table["offset"] -= self.shard_bytes[shard]
+        return table
+
+    def gather_table(self) -> np.ndarray:
+        """All segments with offsets into the gather buffer."""
+        table = self.segments.copy()
+        counts = np.diff(self.shard_segments)
+        table["offset"] += np.repeat(self.gather_bytes[:-1] - self.shard_bytes[:-1], counts)
+        return table
+
+
+def packed_bytes(n_elements: int, bits: int) -> int:
+    """Bytes that `n_elements` codes of `bits` bits take, tail included."""
+    return (n_elements * bits + 7) // 8
+
+
+def split_into_buckets(specs: Sequence[LayerSpec], bucket_mb: float) -> list[list[int]]:
+    """Cut the layers, in the given order, into runs of about `bucket_mb` MB of fp32 gradient.
+
+    A layer is never split: one larger than a bucket has a bucket to itself.
+    """
+    limit = bucket_mb * 1e6 / 4
+    buckets: list[list[int]] = []
+    filled = 0
+    for index, spec in enumerate(specs):
+        if not buckets or filled + spec.n_elements > limit or len(buckets[-1]) == MAX_LAYERS:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(index)
+        filled += spec.n_elements
+    return buckets
+
+
+def lay_out_bucket(specs: Sequence[LayerSpec], layers: Sequence[int], n_shards: int) -> BucketLayout:
+    """Cut the bucket's layers into `n_shards` shards of nearly equal packed size."""
+    totals = [packed_bytes(specs[layer].n_elements, specs[layer].format.bits) for layer in layers]
+    bounds = [sum(totals) * (shard + 1) // n_shards for shard in range(n_shards)]
+    rows: list[tuple[int, int, int, int, int]] = []  # shard, layer position, first element, n, offset
+    shard_bytes, shard, offset = [0], 0, 0
+    for position, layer in enumerate(layers):
+        n, bits = specs[layer].n_elements, specs[layer].format.bits
+        first = 0
+        while first < n:
+            room = max(0, bounds[shard] - offset)
+            take = n - first
+            if shard < n_shards - 1:
+                take = min(take, -(-room // bits) * UNIT)  # `bits` bytes hold UNIT elements
+            if take == 0:
+                shard += 1
+                shard_bytes.append(offset)
+                continue
+            rows.append((shard, position, first, take, offset))
+            offset += packed_bytes(take, bits)
+            first += take
+    while len(shard_bytes) <= n_shards:
+        shard_bytes.append(offset)
+
+    segments = np.zeros(len(rows), SEGMENT)
+    for row, (_, position, first, n, start) in enumerate(rows):
+        spec = specs[layers[position]]
+        flags = (SPECIALS if spec.format.specials else 0) | (RAW if spec.format.raw else 0)
+        segment = segments[row]
+        segment["n"], segment["offset"], segment["first"], segment["factor"] = n, start, first, spec.factor
+        segment["exp_bits"], segment["man_bits"] = spec.format.exp_bits, spec.format.man_bits
+        segment["flags"], segment["dtype"], segment["uid"] = flags, spec.dtype, layers[position]
+    shard_of = np.array([row[0] for row in rows], np.int64)
+    shard_segments = np.searchsorted(shard_of, np.arange(n_shards + 1), side="left")
+    exponents = EXPONENT_BYTES * np.diff(shard_segments)
+    gather = np.concatenate([[0], np.cumsum(np.diff(shard_bytes) + exponents)])
+    return BucketLayout(tuple(layers), segments, np.array([row[1] for row in rows], np.int64), shard_segments,
+                        np.array(shard_bytes, np.int64), gather.astype(np.int64))
+
+
+def plan_buckets(specs: Sequence[LayerSpec], n_ranks: int, bucket_mb: float) -> list[BucketLayout]:
+    """Layouts of all buckets for `n_ranks` ranks; two ranks swap whole buckets in a single phase."""
+    n_shards = n_ranks if n_ranks > 2 else 1
+    return [lay_out_bucket(specs, layers, n_shards) for layers in split_into_buckets(specs, bucket_mb)]

@@ -1,0 +1,156 @@
+"""What the user asks for: the options of a compressor, checked once, and the format each layer gets.
+
+First stop of the flow gradient -> scale -> pack -> exchange -> reduce -> unpack: frontends build an `Options`,
+the layout asks it for every layer's `WireFormat`, and all ranks compare its `fingerprint()`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from horovod_aps.formats import FloatFormat
+
+ROUNDINGS = ("nearest", "stochastic")
+ACCUMULATIONS = ("float32", "format", "kahan")
+TRANSPORTS = ("packed", "allreduce")
+AUTO_CANDIDATES = ((3, 0), (3, 2), (4, 3), (5, 2), (5, 10), "float32")
+
+
+@dataclass(frozen=True)
+class WireFormat:
+    """How one layer travels: an (e, m) format, or `raw` float32 bits that are neither scaled nor rounded."""
+
+    exp_bits: int
+    man_bits: int
+    specials: bool = True
+    raw: bool = False
+
+    @property
+    def bits(self) -> int:
+        """Bits per element on the wire."""
+        return 1 + self.exp_bits + self.man_bits
+
+    def __str__(self) -> str:
+        return "float32" if self.raw else f"e{self.exp_bits}m{self.man_bits}"
+
+
+FLOAT32 = WireFormat(8, 23, specials=True, raw=True)
+
+
+def as_wire_format(value: Any, specials: bool, where: str) -> WireFormat:
+    """The wire format that `value`, an (e, m) pair, a `FloatFormat` or "float32", stands for."""
+    if value == "float32":
+        return FLOAT32
+    if isinstance(value, FloatFormat):
+        return WireFormat(value.exp_bits, value.man_bits, value.specials)
+    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2:
+        checked = FloatFormat(value[0], value[1], specials=specials)
+        return WireFormat(checked.exp_bits, checked.man_bits, specials)
+    raise ValueError(f'{where} must be an (e, m) pair or "float32", got {value!r}')
+
+
+def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"APSCompressor: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def _check_int(name: str, value: Any, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"APSCompressor: {name} must be an int, got {type(value).__name__}")
+    if value < low:
+        raise ValueError(f"APSCompressor: {name} must be at least {low}, got {value}")
+
+
+@dataclass(frozen=True)
+class Options:
+    """All options of an APSCompressor; see `horovod_aps.torch.APSCompressor` for what each one does."""
+
+    e: int
+    m: int
+    specials: bool = True
+    rounding: str = "nearest"
+    seed: int = 0
+    accumulate: str = "float32"
+    error_feedback: bool = False
+    min_elements: int = 0
+    bucket_mb: float = 16.0
+    overrides: Mapping[str, Any] | str = field(default_factory=dict)
+    warmup_steps: int = 0
+    auto_steps: int = 10
+    auto_error: float = 0.05
+    auto_candidates: tuple[Any, ...] = AUTO_CANDIDATES
+    transport: str = "packed"
+    scaling: bool = True
+    stats: bool = False
+
+    def __post_init__(self) -> None:
+        FloatFormat(self.e, self.m, specials=self.specials)  # checks e, m and specials
+        object.__setattr__(self, "e", int(self.e))
+        object.__setattr__(self, "m", int(self.m))
+        _check_choice("rounding", self.rounding, ROUNDINGS)
+        _check_choice("accumulate", self.accumulate, ACCUMULATIONS)
+        _check_choice("transport", self.transport, TRANSPORTS)
+        for name, low in (("seed", 0), ("min_elements", 0), ("warmup_steps", 0), ("auto_steps", 1)):
+            _check_int(name, getattr(self, name), low)
+        for name in ("error_feedback", "scaling", "stats"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"APSCompressor: {name} must be True or False, got {getattr(self, name)!r}")
+        if isinstance(self.bucket_mb, bool) or not isinstance(self.bucket_mb, (int, float)):
+            raise TypeError(f"APSCompressor: bucket_mb must be a number, got {type(self.bucket_mb).__name__}")
+        if not 0 < self.bucket_mb <= 4096:
+            raise ValueError(f"APSCompressor: bucket_mb must be in (0, 4096], got {self.bucket_mb}")
+        if not 0 < self.auto_error:
+            raise ValueError(f"APSCompressor: auto_error must be positive, got {self.auto_error}")
+        if isinstance(self.overrides, str):
+            if self.overrides != "auto":
+                raise ValueError(f'APSCompressor: overrides must be a dict or "auto", got {self.overrides!r}')
+        elif not isinstance(self.overrides, Mapping):
+            raise TypeError(
+                f'APSCompressor: overrides must be a dict or "auto", got {type(self.overrides).__name__}')
+        else:
+            for pattern, value in self.overrides.items():
+                if not isinstance(pattern, str):
+                    raise TypeError(f"APSCompressor: overrides keys must be name patterns, got {pattern!r}")
+                as_wire_format(value, self.specials, f"APSCompressor: overrides[{pattern!r}]")
+        for value in self.auto_candidates:
+            as_wire_format(value, self.specials, "APSCompressor: auto_candidates entry")
+        if self.transport == "allreduce":
+            self._check_carrier()
+
+    def _check_carrier(self) -> None:
+        """float16 carries the rounded values of transport="allreduce"; they must be exact in it."""
+        if self.e > 5 or self.m > 10:
+            raise ValueError(
+                f'APSCompressor: transport="allreduce" carries values in float16, so e must be in 1..5 and m in '
+                f"0..10, got e={self.e}, m={self.m}")
+        for name, default in (("accumulate", "float32"), ("error_feedback", False), ("overrides", {}),
+                              ("warmup_steps", 0), ("stats", False)):
+            if getattr(self, name) != default:
+                raise ValueError(f'APSCompressor: transport="allreduce" does not support {name}='
+                                 f'{getattr(self, name)!r}; use transport="packed"')
+
+    @property
+    def default_format(self) -> WireFormat:
+        """The format of every layer that no override names."""
+        return WireFormat(self.e, self.m, self.specials)
+
+    def format_for(self, name: str, n_elements: int) -> WireFormat:
+        """The wire format of the layer `name`: the first matching override, else by size, else (e, m)."""
+        if not isinstance(self.overrides, str):
+            for pattern, value in self.overrides.items():
+                if fnmatch.fnmatchcase(name, pattern):
+                    return as_wire_format(value, self.specials, "APSCompressor: overrides")
+        return FLOAT32 if n_elements < self.min_elements else self.default_format
+
+    def replace(self, **changes: Any) -> Options:
+        """A checked copy with some options changed."""
+        return replace(self, **changes)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Everything that all ranks must agree on, as plain JSON values."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "stats"}
+        return json.loads(json.dumps(values, default=str))

@@ -1,0 +1,76 @@
+"""Where APS enters an unpatched Horovod: a tensor type of our own, and the function Horovod looks up for it.
+
+`horovod.torch.mpi_ops` picks the C function of an all-reduce by the tensor's type name. `compress` returns a
+`WireTensor`, whose type name leads to `_allreduce_async` below; it receives what the Compressor interface
+withholds (name, op, scale factors, process set) and hands the gradient to the compressor that made it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from horovod.torch import mpi_ops
+
+if TYPE_CHECKING:
+    from horovod_aps.torch.compressor import APSCompressor
+
+TYPE_NAME = "horovod_aps.WireTensor"
+
+
+class WireTensor(torch.Tensor):
+    """A gradient on its way to the exchange: an alias of the user's tensor that knows its compressor."""
+
+    aps_compressor: APSCompressor
+    aps_context: Any
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def type(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """The name by which Horovod finds our functions; with arguments, `torch.Tensor.type`."""
+        if args or kwargs:
+            return super().type(*args, **kwargs)
+        return TYPE_NAME
+
+    def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """A plain tensor of the same dtype and device, as Horovod makes for the output."""
+        return torch.Tensor.new(self.as_subclass(torch.Tensor), *args, **kwargs)  # type: ignore[no-any-return]
+
+
+def wire(tensor: torch.Tensor, compressor: APSCompressor) -> WireTensor:
+    """An alias of a contiguous tensor that Horovod will route to `compressor`."""
+    alias = tensor.as_subclass(WireTensor)
+    alias.aps_compressor = compressor
+    return alias
+
+
+def _allreduce_async(tensor: WireTensor, output: torch.Tensor, divisor: int, name: Any, op: int, prescale: float,
+                     postscale: float, process_set_id: int) -> int:
+    text = name.decode() if isinstance(name, bytes) else None
+    return tensor.aps_compressor._submit([tensor], [output], [text], text, op, prescale * postscale / divisor,
+                                         process_set_id, grouped=False)
+
+
+def _grouped_allreduce_async(tensors: list[WireTensor], outputs: list[torch.Tensor], divisor: int, name: Any,
+                             op: int, prescale: float, postscale: float, process_set_id: int) -> int:
+    text = name.decode() if isinstance(name, bytes) else None
+    names = [None if text is None else f"{text}.{i}" for i in range(len(tensors))]
+    return tensors[0].aps_compressor._submit(list(tensors), list(outputs), names, text, op,
+                                             prescale * postscale / divisor, process_set_id, grouped=True)
+
+
+def ticket(name: str, process_set_id: int) -> tuple[int, torch.Tensor]:
+    """A real Horovod handle, that of a one-word SUM all-reduce, and the word.
+
+    The sum is the number of ranks that still train: `hvd.join()` lets a rank contribute zero.
+    """
+    word = torch.ones(1, dtype=torch.int32)
+    handle = mpi_ops.mpi_lib.horovod_torch_allreduce_async_torch_IntTensor(
+        word, word, 1, name.encode(), mpi_ops.Sum, 1.0, 1.0, process_set_id)
+    return handle, word
+
+
+def register() -> None:
+    """Make our functions known under the names that Horovod derives from the type; safe to call again."""
+    suffix = TYPE_NAME.replace(".", "_")
+    setattr(mpi_ops.mpi_lib, f"horovod_torch_allreduce_async_{suffix}", _allreduce_async)
+    setattr(mpi_ops.mpi_lib, f"horovod_torch_grouped_allreduce_async_{suffix}", _grouped_allreduce_async)
