@@ -15,12 +15,16 @@
 
 typedef const uint8_t* const* Inputs;
 
+struct ReduceFound {
+    int exponent;
+    int64_t redo;
+};
 struct CpuKernels {
     uint64_t (*scan)(const ApsSegment&, int64_t, int64_t);
     void (*encode)(const ApsSegment&, uint8_t*, int64_t, int64_t, int, uint64_t);
     void (*decode)(const ApsSegment&, Inputs, int, int, int64_t, int64_t);
-    uint64_t (*reduce_scan)(const ApsSegment&, Inputs, int, int64_t, int64_t);
-    void (*reduce)(const ApsSegment&, Inputs, int, int, int, uint8_t*, int64_t, int64_t, int, uint64_t);
+    ReduceFound (*reduce)(const ApsSegment&, Inputs, int, int, uint8_t*, int64_t, int64_t, int, uint64_t);
+    void (*reduce_redo)(const ApsSegment&, Inputs, int, int, uint8_t*, int64_t, int64_t, int, uint64_t);
 };
 
 namespace aps_baseline {
@@ -95,37 +99,42 @@ static int64_t check_inputs(Inputs in, int n_in) {
 }
 
 // ---------------------------------------------------------------------------------------------- threads
-// Call body(segment, begin, end) over all elements; a thread gets one contiguous stretch of the bucket, cut at
-// multiples of 8 elements within a segment so that no two threads write the same byte.
-template <class Body>
-static void for_ranges(ApsSegment* s, int64_t n_segs, const Body& body) {
+// Call body(segment, begin, end, part) over all elements, part = 0..n_parts-1; a part is one contiguous stretch of the
+// bucket, cut at multiples of 8 elements within a segment so that no two threads write the same byte. The cuts depend on
+// the table and the number of threads only.
+static int n_parts(const ApsSegment* s, int64_t n_segs) {
     int64_t total = 0;
     for (int64_t k = 0; k < n_segs; ++k) total += s[k].n;
-    int n_threads = g_threads;
-    if (total < 1 << 15) n_threads = 1;
-    if (n_threads <= 1) {
+    return total < 1 << 15 ? 1 : g_threads;
+}
+template <class Body>
+static void for_ranges(ApsSegment* s, int64_t n_segs, const Body& body) {
+    int parts = n_parts(s, n_segs);
+    if (parts == 1) {
         FloatEnvironment environment;
         for (int64_t k = 0; k < n_segs; ++k) {
-            if (s[k].n) body(k, (int64_t)0, s[k].n);
+            if (s[k].n) body(k, (int64_t)0, s[k].n, 0);
         }
         return;
     }
+    int64_t total = 0;
+    for (int64_t k = 0; k < n_segs; ++k) total += s[k].n;
+    int64_t share = total / parts + 1;
 #ifdef _OPENMP
-#pragma omp parallel num_threads(n_threads)
-    {
+#pragma omp parallel for num_threads(parts) schedule(static, 1)
+#endif
+    for (int part = 0; part < parts; ++part) {
         FloatEnvironment environment;
-        int64_t share = total / omp_get_num_threads() + 1;
-        int64_t low = share * omp_get_thread_num(), high = low + share, start = 0;
+        int64_t low = share * part, high = low + share, start = 0;
         for (int64_t k = 0; k < n_segs; start += s[k].n, ++k) {
             int64_t n = s[k].n;
             if (start >= high || start + n <= low) continue;
             int64_t begin = low > start ? (low - start + 7) / 8 * 8 : 0;
             int64_t end = high < start + n ? (high - start + 7) / 8 * 8 : n;
             if (end > n) end = n;
-            if (begin < end) body(k, begin, end);
+            if (begin < end) body(k, begin, end, part);
         }
     }
-#endif
 }
 
 static void atomic_max(uint64_t* where, uint64_t value) {
@@ -190,7 +199,7 @@ int64_t aps_scan(ApsSegment* s, int64_t n_segs, int stochastic) {
     uint64_t* top = (uint64_t*)t_scratch.get((size_t)(n_segs + 1) * 8);
     memset(top, 0, (size_t)n_segs * 8);
     const CpuKernels& kernel = active();
-    for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end) {
+    for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end, int) {
         if (!(s[k].flags & APS_RAW)) atomic_max(&top[k], kernel.scan(s[k], begin, end));
     });
     for (int64_t k = 0; k < n_segs; ++k) {
@@ -203,7 +212,7 @@ int64_t aps_encode_segments(ApsSegment* s, int64_t n_segs, uint8_t* message, int
     int64_t bad = check(s, n_segs, true, length);
     if (bad) return bad;
     const CpuKernels& kernel = active();
-    for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end) {
+    for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end, int) {
         kernel.encode(s[k], message, begin, end, stochastic ? APS_STOCHASTIC : APS_NEAREST, seed);
     });
     return 0;
@@ -214,7 +223,7 @@ int64_t aps_decode_segments(ApsSegment* s, int64_t n_segs, Inputs in, int n_in, 
     if (!bad) bad = check_inputs(in, n_in);
     if (bad) return bad;
     const CpuKernels& kernel = active();
-    for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end) { kernel.decode(s[k], in, n_in, accumulate, begin, end); });
+    for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end, int) { kernel.decode(s[k], in, n_in, accumulate, begin, end); });
     return 0;
 }
 
@@ -224,41 +233,41 @@ int64_t aps_reduce_segments(ApsSegment* s, int64_t n_segs, Inputs in, int n_in, 
     if (!bad) bad = check_inputs(in, n_in);
     if (bad) return bad;
     const CpuKernels& kernel = active();
-    uint64_t* top = (uint64_t*)t_scratch.get((size_t)(n_segs + 1) * 8);
-    memset(top, 0, (size_t)n_segs * 8);
-    auto is_special = [](const ApsSegment& g) {
-        return g.flags & APS_RAW || g.exponent == APS_EXP_ZERO || g.exponent == APS_EXP_NONFINITE;
+    const int parts = n_parts(s, n_segs), mode = stochastic ? APS_STOCHASTIC : APS_NEAREST;
+    ReduceFound* found = (ReduceFound*)t_scratch.get((size_t)(n_segs * parts + 1) * sizeof(ReduceFound));
+    for (int64_t k = 0; k < n_segs * parts; ++k) found[k] = {APS_EXP_ZERO, 0};
+    auto is_constant = [](const ApsSegment& g) { return g.exponent == APS_EXP_ZERO || g.exponent == APS_EXP_NONFINITE; };
+    for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end, int part) {
+        if (!(s[k].flags & APS_RAW) && is_constant(s[k])) kernel.reduce_redo(s[k], in, n_in, APS_EXP_ZERO, message, begin, end, mode, seed);
+        else found[k * parts + part] = kernel.reduce(s[k], in, n_in, accumulate, message, begin, end, mode, seed);
+    });
+    auto exponent_of = [&](int64_t k) {
+        int e = APS_EXP_ZERO;
+        for (int part = 0; part < parts; ++part) e = found[k * parts + part].exponent > e ? found[k * parts + part].exponent : e;
+        return e;
     };
-    if (accumulate == APS_SUM_FLOAT) {  // pass 1: the exponent of the sums
-        for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end) {
-            if (!is_special(s[k])) atomic_max(&top[k], kernel.reduce_scan(s[k], in, n_in, begin, end));
+    if (accumulate == APS_SUM_FLOAT) {
+        for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end, int part) {
+            if (s[k].flags & APS_RAW || is_constant(s[k])) return;
+            const ReduceFound& mine = found[k * parts + part];
+            const int e = exponent_of(k);
+            const int64_t stop = e == APS_EXP_ZERO || mine.exponent < e ? end : mine.redo;
+            if (begin < stop) kernel.reduce_redo(s[k], in, n_in, e, message, begin, stop, mode, seed);
         });
     }
-    int32_t* acc_exp = (int32_t*)top;  // in place: entry k is read before it is written
     for (int64_t k = 0; k < n_segs; ++k) {
-        int e = APS_EXP_ZERO;
-        if (!is_special(s[k])) {
-            e = APS_ACC_EXP;
-            if (accumulate == APS_SUM_FLOAT) {
-                e = aps_exponent(top[k], APS_F64, aps_segment_format(s[k]), stochastic ? APS_UP : APS_NEAREST);
-                s[k].exponent = e == APS_EXP_ZERO ? e : s[k].exponent + e - APS_ACC_EXP;
-            }
-        } else if (s[k].flags & APS_RAW) {
-            s[k].exponent = 0;
-        }
-        acc_exp[k] = e;
+        const int e = exponent_of(k);
+        if (s[k].flags & APS_RAW) s[k].exponent = 0;
+        else if (is_constant(s[k]) || accumulate != APS_SUM_FLOAT) continue;
+        else s[k].exponent = e == APS_EXP_ZERO ? e : s[k].exponent + e;
     }
-    int mode = stochastic ? APS_STOCHASTIC : APS_NEAREST;
-    for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end) {
-        kernel.reduce(s[k], in, n_in, accumulate, acc_exp[k], message, begin, end, mode, seed);
-    });
     return 0;
 }
 
 int64_t aps_residual_segments(ApsSegment* s, int64_t n_segs, const uint8_t* message, int64_t length) {
     int64_t bad = check(s, n_segs, true, length);
     if (bad) return bad;
-    for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end) {
+    for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end, int) {
         ApsFormat f = aps_segment_format(s[k]);
         void* data = (void*)s[k].data;
         for (int64_t i = begin; i < end; ++i) {
@@ -273,7 +282,7 @@ int64_t aps_add_segments(ApsSegment* s, int64_t n_segs, const uint64_t* targets)
     int64_t bad = check(s, n_segs, true, -1);
     for (int64_t k = 0; !bad && k < n_segs; ++k) bad = s[k].n && !targets[k] ? 16 * (k + 1) + BAD_POINTER : 0;
     if (bad) return bad;
-    for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end) {
+    for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end, int) {
         float* kept = (float*)targets[k];
         for (int64_t i = begin; i < end; ++i) kept[i] = aps_add_error(kept[i], aps_load((const void*)s[k].data, s[k].dtype, i), s[k].dtype);
     });
@@ -332,7 +341,7 @@ int64_t aps_encode_array(const void* x, void* codes, int64_t n, int dtype, int e
     ApsFormat f = aps_format(e, m, specials != 0);
     ApsKey key = aps_key(seed, 0);
     int overflow = saturate ? APS_OVERFLOW_SATURATE : APS_OVERFLOW_IEEE, mode = stochastic ? APS_STOCHASTIC : APS_NEAREST;
-    for_ranges(&s, 1, [&](int64_t, int64_t begin, int64_t end) {
+    for_ranges(&s, 1, [&](int64_t, int64_t begin, int64_t end, int) {
         for (int64_t i = begin; i < end; ++i) {
             uint32_t rnd = stochastic ? aps_random31(key, (uint64_t)i) : 0u;
             set_code(codes, f.width, i, aps_encode(aps_load(x, dtype, i), dtype, 0, f, overflow, mode, rnd));
@@ -346,7 +355,7 @@ int64_t aps_decode_array(const void* codes, void* out, int64_t n, int dtype, int
     if (bad) return bad;
     ApsSegment s = array_segment(n, e, m, specials, dtype);
     ApsFormat f = aps_format(e, m, specials != 0);
-    for_ranges(&s, 1, [&](int64_t, int64_t begin, int64_t end) {
+    for_ranges(&s, 1, [&](int64_t, int64_t begin, int64_t end, int) {
         for (int64_t i = begin; i < end; ++i) aps_store(out, dtype, i, aps_decode_bits(get_code(codes, f.width, i), f, 0, dtype));
     });
     return 0;
@@ -360,7 +369,7 @@ int64_t aps_quantize_array(const void* x, void* out, int64_t n, int dtype, int e
     ApsFormat f = aps_format(e, m, specials != 0);
     ApsKey key = aps_key(seed, 0);
     int overflow = saturate ? APS_OVERFLOW_SATURATE : APS_OVERFLOW_IEEE, mode = stochastic ? APS_STOCHASTIC : APS_NEAREST;
-    for_ranges(&s, 1, [&](int64_t, int64_t begin, int64_t end) {
+    for_ranges(&s, 1, [&](int64_t, int64_t begin, int64_t end, int) {
         for (int64_t i = begin; i < end; ++i) {
             uint32_t rnd = stochastic ? aps_random31(key, (uint64_t)i) : 0u;
             uint32_t code = aps_encode(aps_load(x, dtype, i), dtype, 0, f, overflow, mode, rnd);

@@ -1,0 +1,91 @@
+"""Speed of every CPU kernel beside memcpy, measured in the same run.
+
+Bytes are those that the operation must read and write (each once), counted the same way for memcpy; every time is the
+best of several rounds, interleaved so that a slow phase of the machine hits all alike.
+
+    python benchmarks/kernels.py --elements 25600000 --threads 1 --json out.json
+"""
+
+import argparse
+import ctypes
+import json
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from horovod_aps import kernels as K
+
+FORMATS = [(4, 3), (5, 2), (3, 0), (3, 2), (5, 10)]
+
+
+def bucket(x: np.ndarray, exp_bits: int, man_bits: int) -> np.ndarray:
+    """One segment over x."""
+    segs = np.zeros(1, dtype=K.SEGMENT)
+    segs["data"], segs["n"], segs["factor"] = x.ctypes.data, x.size, 0.5
+    segs["exp_bits"], segs["man_bits"], segs["flags"] = exp_bits, man_bits, K.SPECIALS
+    return segs
+
+
+def cases(n: int) -> list[tuple[str, float, Callable[[], object]]]:
+    """(name, bytes moved, call) of memcpy and of every kernel in every format."""
+    rng = np.random.default_rng(0)
+    cpu = K.CpuKernels()
+    x, y = rng.standard_normal(n, dtype=np.float32), np.ones(n, dtype=np.float32)
+    memcpy = ctypes.memmove
+    result: list[tuple[str, float, Callable[[], object]]] = [
+        ("memcpy", 8.0 * n, lambda: memcpy(y.ctypes.data, x.ctypes.data, 4 * n))
+    ]
+    result.append(("scan", 4.0 * n, lambda: cpu.scan(bucket(x, 4, 3))))
+    for exp_bits, man_bits in FORMATS:
+        packed = n * (1 + exp_bits + man_bits) / 8
+        one, two = (cpu.alloc(int(packed) + 8) for _ in range(2))
+        out = cpu.alloc(int(packed) + 8)
+        segs = bucket(x, exp_bits, man_bits)
+        cpu.scan(segs)
+        cpu.encode(segs, one)
+        x[:] = x[::-1].copy()
+        cpu.encode(segs, two)
+        target = segs.copy()
+        target["data"] = y.ctypes.data
+        name = f"({exp_bits},{man_bits})"
+        result += [
+            (f"encode {name}", 4.0 * n + packed, lambda s=segs, m=one: cpu.encode(s, m)),
+            (f"encode stochastic {name}", 4.0 * n + packed, lambda s=segs, m=out: cpu.encode(s, m, 1)),
+            (f"decode 1 {name}", 4.0 * n + packed, lambda s=target, a=one: cpu.decode(s, [a])),
+            (f"decode 2 {name}", 4.0 * n + 2 * packed, lambda s=target, a=one, b=two: cpu.decode(s, [a, b])),
+            (f"reduce 2 {name}", 3 * packed, lambda s=segs, a=one, b=two, o=out: cpu.reduce(s.copy(), [a, b], 0, o)),
+            (f"reduce 4 {name}", 5 * packed,
+             lambda s=segs, a=one, b=two, o=out: cpu.reduce(s.copy(), [a, b, b, a], 0, o)),
+        ]
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--elements", type=int, default=25_600_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--only", default="", help="names to run, by substring")
+    parser.add_argument("--json", help="write the numbers here")
+    arguments = parser.parse_args()
+    K.set_num_threads(arguments.threads)
+    work = [c for c in cases(arguments.elements) if c[0] in ("memcpy", "scan") or arguments.only in c[0]]
+    best = {name: float("inf") for name, _, _ in work}
+    for _ in range(arguments.rounds):
+        for name, _, call in work:
+            start = time.perf_counter()
+            call()
+            best[name] = min(best[name], time.perf_counter() - start)
+    rates = {name: size / best[name] / 1e9 for name, size, _ in work}
+    print(f"{arguments.elements} elements, {arguments.threads} thread(s)")
+    print(f"{'kernel':<28}{'ms':>8}{'GB/s':>8}{'of memcpy':>11}")
+    for name, rate in rates.items():
+        print(f"{name:<28}{best[name] * 1e3:8.2f}{rate:8.1f}{rate / rates['memcpy']:11.2f}")
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump({"elements": arguments.elements, "threads": arguments.threads, "gb_per_s": rates}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
