@@ -90,11 +90,29 @@ def test_quantize_is_exact_under_power_of_two_scaling(fmt: FloatFormat, data: st
     np.testing.assert_array_equal(scaled_first, np.ldexp(fmt.quantize(x), after - before))
 
 
-@given(formats, float64s)
-def test_quantize_is_nearest_in_exact_arithmetic(fmt: FloatFormat, value: float) -> None:
+def same_as_exact(fmt: FloatFormat, value: float) -> bool:
     expected = reference.quantize_exact(value, fmt.exp_bits, fmt.man_bits, fmt.specials)
     actual = float(fmt.quantize(array(value, np.float64))[0])
-    assert (actual, math.copysign(1, actual)) == (expected, math.copysign(1, expected))
+    return (actual, math.copysign(1, actual)) == (expected, math.copysign(1, expected))
+
+
+@given(formats, float64s)
+def test_quantize_is_nearest_in_exact_arithmetic(fmt: FloatFormat, value: float) -> None:
+    assert same_as_exact(fmt, value)
+
+
+@given(formats, st.data())
+def test_quantize_is_nearest_around_midpoints(fmt: FloatFormat, data: st.DataObject) -> None:
+    code = data.draw(st.integers(0, fmt.max_code) | st.just(fmt.max_code), label="code below")
+    below = float(reference.decode(np.array(code), fmt))
+    above = (
+        float(reference.decode(np.array(code + 1), fmt))
+        if code < fmt.max_code
+        else 2.0 ** (fmt.max_exponent + 1)
+    )
+    midpoint = (below + above) / 2
+    for value in (midpoint, math.nextafter(midpoint, math.inf), math.nextafter(midpoint, 0.0)):
+        assert same_as_exact(fmt, value) and same_as_exact(fmt, -value)
 
 
 @given(formats, st.data())
