@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 
 from horovod_aps import agreement
+from horovod_aps.auto import AutoChooser, format_table
 from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO, SUM_FLOAT, SUM_FORMAT, SUM_KAHAN
 from horovod_aps.layout import (EXPONENT_BYTES, ITEM_SIZES, MAX_LAYERS, BucketLayout, LayerSpec, plan_buckets)
-from horovod_aps.log import trace
+from horovod_aps.log import logger, trace
 from horovod_aps.options import Options
 from horovod_aps.statistics import Statistics
 from horovod_aps.transport import LocalTransport, Request, Transport
@@ -128,6 +129,7 @@ class Exchange:
 
     def __init__(self, kernels: Any, transport: Transport, options: Options) -> None:
         self.options = options
+        self._chooser = AutoChooser(options) if options.overrides == "auto" else None
         self.kernels, self.transport = kernels, transport
         self.statistics = Statistics()
         self.residuals: dict[str, np.ndarray] = {}
@@ -183,8 +185,43 @@ class Exchange:
             rest = [layer for name, layer in batch.items() if name not in done]
             if rest:
                 yield from self._reduce_unplanned(batch, rest, announced=flight is not None and flight.broken)
+            if self._chooser is not None and self.step_number + 1 >= self.options.auto_steps and batch:
+                yield from self._choose_formats()
         finally:
             self.step_number += 1
+
+    def _choose_formats(self) -> Generator[bool, None, None]:
+        """End of the measuring steps of overrides="auto": settle every layer's format with all ranks."""
+        assert self._chooser is not None
+        request = self.transport.gather_bytes(self._chooser.proposal(), 0)
+        while not request.done():
+            yield False
+        overrides = self._chooser.settle(request.result())
+        self.options = self.options.replace(overrides=overrides)
+        self._chooser = None
+        if self.transport.rank == 0:
+            logger.warning("formats chosen by overrides=\"auto\":\n%s", format_table(overrides))
+
+    def state(self) -> dict[str, Any]:
+        """Residuals and schedule position, as plain arrays and numbers."""
+        residuals = {name: np.array(self.kernels.to_host(kept)) for name, kept in self.residuals.items()}
+        chosen = None if isinstance(self.options.overrides, str) else dict(self.options.overrides)
+        return {"step_number": self.step_number, "residuals": residuals, "overrides": chosen}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a `state()`."""
+        self.step_number = state["step_number"]
+        self.residuals = {}
+        for name, values in state["residuals"].items():
+            self.residuals[name] = self.kernels.from_host(values)
+        if state["overrides"] is not None:
+            self.options = self.options.replace(overrides=state["overrides"])
+            self._chooser = None
+
+    def inherit(self, other: Exchange) -> None:
+        """Take over what a rank keeps when the world around it changes."""
+        self.load_state(other.state())
+        self.statistics = other.statistics
 
     def forget(self) -> None:
         """Drop everything that was learned from the present ranks, for a changed world."""
@@ -197,7 +234,7 @@ class Exchange:
     # ---- agreeing on a batch ------------------------------------------------------------------------------
 
     def _specs(self, layers: Any) -> list[LayerSpec]:
-        warm = self.step_number < self.options.warmup_steps
+        warm = self.step_number < self.options.warmup_steps or self._chooser is not None
         return [agreement.spec_of(layer, self.options, warm) for layer in layers]
 
     def _reduce_unplanned(self, batch: dict[str, Layer], rest: list[Layer], announced: bool
@@ -287,6 +324,8 @@ class Exchange:
         table, segment_layer = buffers.table, bucket.layer_of_segment
         targets = np.array([layer.target for layer in layers], np.uint64)
         self._point_at_sources(buffers, bucket, layers)
+        if self._chooser is not None:
+            self._chooser.observe(self.kernels, [layer.name for layer in layers], table, segment_layer)
 
         # Exponents: the largest of each layer, over its segments and over the ranks.
         self.kernels.scan(table, stochastic=self.options.rounding == "stochastic")
@@ -322,8 +361,9 @@ class Exchange:
         yield request
         first, last = bucket.shard_segments[transport.rank], bucket.shard_segments[transport.rank + 1]
         buffers.mine["exponent"] = table["exponent"][first:last]
+        keep = {} if self.options.scaling else {"keep_exponent": True}
         self.kernels.reduce(buffers.mine, request.result(), mode, buffers.sums[:buffers.n_payload],
-                            self._seed(transport.size), keep_exponent=not self.options.scaling)
+                            self._seed(transport.size), **keep)
         buffers.sums[buffers.n_payload:] = buffers.mine["exponent"].astype("<i2").view(np.uint8)
         request = transport.allgather(buffers.sums, np.diff(bucket.gather_bytes).tolist(), buffers.gathered, index)
         yield request

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,15 +10,14 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.compression import Compressor
 
+from horovod_aps.base import BaseCompressor
 from horovod_aps.exchange import Exchange, Layer
 from horovod_aps.kernels import CpuKernels
-from horovod_aps.options import Options
 from horovod_aps.torch import seam
 from horovod_aps.torch.horovod_transport import HorovodTransport
 from horovod_aps.world import make_transport, process_set_of
 
 DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
-_ids = itertools.count()
 
 
 @dataclass
@@ -46,52 +44,14 @@ class _Batch:
     tickets: list[torch.Tensor] = field(default_factory=list)
 
 
-class APSCompressor(Compressor):  # type: ignore[misc]
-    """Sends gradients as packed custom floats, scaled layer by layer, through an unpatched Horovod.
+class APSCompressor(BaseCompressor, Compressor):  # type: ignore[misc]
+    __doc__ = BaseCompressor.__doc__
 
-    Pass an instance as `compression=` to `hvd.DistributedOptimizer`, `hvd.allreduce` or
-    `hvd.grouped_allreduce`. With two ranks every value is rounded once, with more of them twice; the sum is formed
-    in float32. All ranks get the same bits. A layer in which any rank has NaN or Inf becomes NaN as a whole, on
-    all ranks.
-    """
-
-    def __init__(self, e: int, m: int, *, specials: bool = True, rounding: str = "nearest", seed: int = 0,
-                 accumulate: str = "float32", error_feedback: bool = False, min_elements: int = 0,
-                 bucket_mb: float = 16.0, overrides: Mapping[str, Any] | str | None = None, warmup_steps: int = 0,
-                 transport: str = "packed", scaling: bool = True, stats: bool = False) -> None:
-        """Options by their effect; `e` and `m` are all that most people need.
-
-        Args:
-            e: exponent bits, 1..8. One more doubles the range of magnitudes within a layer that survives.
-            m: mantissa bits, 0..23. One more halves the rounding error. 1+e+m bits per element are sent.
-            specials: keep the top exponent for Inf/NaN as IEEE does; False uses it for numbers, one more binade.
-            rounding: "nearest" (ties to even), or "stochastic": unbiased, noisier, the same in every run.
-            seed: of stochastic rounding.
-            accumulate: "float32" sums exactly enough; "format" and "kahan" re-round every partial sum to (e, m)
-                in rank order, as the paper's simulator does: less accurate, for studies.
-            error_feedback: add what rounding lost in this step to the next gradient. Worth its memory (a float32
-                copy of the gradients) at 4 bits, hardly at 8.
-            min_elements: smaller tensors travel as float32.
-            bucket_mb: MB of fp32 gradient that travel together. Smaller overlaps better, larger has less overhead.
-            overrides: {name pattern: (e, m) or "float32"}; the first that matches a tensor's Horovod name wins.
-            warmup_steps: send the first steps in float32.
-            transport: "packed" is the APS exchange; "allreduce" sends rounded values as float16 through Horovod's
-                own all-reduce, twice the bytes, for `hvd.join()`.
-            scaling: False leaves out APS, a fixed scale of 1: to see what it is good for.
-            stats: measure underflow and error of every layer (one more pass over the gradients).
-        """
-        self._options = Options(e, m, specials=specials, rounding=rounding, seed=seed, accumulate=accumulate,
-                                error_feedback=error_feedback, min_elements=min_elements, bucket_mb=bucket_mb,
-                                overrides={} if overrides is None else overrides, warmup_steps=warmup_steps,
-                                transport=transport, scaling=scaling, stats=stats)
-        self._name = f"horovod_aps.{next(_ids)}"
-        self._exchanges: dict[tuple[Any, ...], Exchange] = {}
+    def _start(self) -> None:
+        super()._start()
         self._batches: dict[int, _Batch] = {}
         self._world: Any = None
         seam.register()
-
-    def __repr__(self) -> str:
-        return f"APSCompressor(e={self._options.e}, m={self._options.m})"
 
     # ---- Horovod's interface ------------------------------------------------------------------------------
 
@@ -134,6 +94,7 @@ class APSCompressor(Compressor):  # type: ignore[misc]
         exchange = batch.exchange
         if op == mpi_ops.Average:
             factor /= exchange.transport.size
+        alone = exchange.transport.size == 1
         for tensor, output, name in zip(tensors, outputs, names):
             context: _Context = tensor.aps_context
             if name is None:
@@ -141,6 +102,9 @@ class APSCompressor(Compressor):  # type: ignore[misc]
                 batch.n_unnamed += 1
             context.batch = batch
             context.result = context.staged if output is tensor else output.as_subclass(torch.Tensor)
+            if alone:  # nothing to agree on and nothing to round
+                torch.mul(context.staged, factor, out=context.result)
+                continue
             exchange.submit(Layer(name, tuple(tensor.shape), DTYPE_CODES[tensor.dtype], context.staged.data_ptr(),
                                   context.result.data_ptr(), factor, context))
         if not grouped:
@@ -169,7 +133,7 @@ class APSCompressor(Compressor):  # type: ignore[misc]
             process_set = process_set_of(mpi_ops._basics, process_set_id)
             transport = make_transport(mpi_ops._basics, process_set, _agree,
                                        lambda: HorovodTransport(f"{self._name}.{process_set_id}", process_set))
-            exchange = self._exchanges[key] = Exchange(CpuKernels(), transport, self._options)
+            exchange = self._keep_exchange(key, CpuKernels(), transport)
         return exchange
 
     def _flush(self, batch: _Batch) -> None:
@@ -187,20 +151,6 @@ class APSCompressor(Compressor):  # type: ignore[misc]
         except BaseException as error:
             batch.error = error
             raise
-
-    # ---- For people ---------------------------------------------------------------------------------------
-
-    def stats(self) -> dict[str, Any]:
-        """Bytes sent against fp32, their ratio, and per layer the exponent and, with stats=True, the errors."""
-        merged: dict[str, Any] = {"bytes_sent": 0.0, "bytes_fp32": 0.0, "ratio": None, "layers": {}}
-        for exchange in self._exchanges.values():
-            part = exchange.statistics.as_dict()
-            merged["bytes_sent"] += part["bytes_sent"]
-            merged["bytes_fp32"] += part["bytes_fp32"]
-            merged["layers"].update(part["layers"])
-        if merged["bytes_fp32"]:
-            merged["ratio"] = merged["bytes_sent"] / merged["bytes_fp32"]
-        return merged
 
 
 def _agree(value: int, process_set: Any) -> int:

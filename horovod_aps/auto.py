@@ -1,0 +1,77 @@
+"""Choosing a format per layer from what the first gradients look like: overrides="auto".
+
+Beside the encode step of the flow: while it watches, gradients travel in float32; then every rank proposes the
+smallest candidate that keeps a layer's error under the bound, and the widest proposal of any rank wins.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from horovod_aps.kernels import RAW, SPECIALS
+from horovod_aps.layout import packed_bytes
+from horovod_aps.options import Options, WireFormat, as_wire_format
+
+
+class AutoChooser:
+    """Collects every candidate's rounding error per layer."""
+
+    def __init__(self, options: Options) -> None:
+        self._bound = options.auto_error
+        formats = [(as_wire_format(value, options.specials, "auto_candidates"), value)
+                   for value in options.auto_candidates]
+        self._candidates: list[tuple[WireFormat, Any]] = sorted(formats, key=lambda pair: pair[0].bits)
+        self._errors: dict[str, np.ndarray] = {}
+        self._norms: dict[str, float] = {}
+
+    def observe(self, kernels: Any, names: Sequence[str], table: np.ndarray, layer_of_segment: np.ndarray) -> None:
+        """Round the values that `table` points at to every candidate and add up the squared errors."""
+        for position, (fmt, _) in enumerate(self._candidates):
+            if fmt.raw:
+                continue
+            trial = table.copy()
+            trial["exp_bits"], trial["man_bits"] = fmt.exp_bits, fmt.man_bits
+            trial["flags"] = SPECIALS if fmt.specials else 0
+            sizes = [packed_bytes(int(n), fmt.bits) for n in trial["n"]]
+            trial["offset"] = np.concatenate([[0], np.cumsum(sizes)[:-1]]) if sizes else []
+            message = kernels.alloc(sum(sizes))
+            kernels.scan(trial)
+            shared = np.full(len(names), np.iinfo(np.int32).min, np.int32)
+            np.maximum.at(shared, layer_of_segment, trial["exponent"])
+            trial["exponent"] = shared[layer_of_segment]
+            kernels.encode(trial, message)
+            sums = np.zeros((len(names), 4))
+            np.add.at(sums, layer_of_segment, kernels.measure(trial, message))
+            for i, name in enumerate(names):
+                errors = self._errors.setdefault(name, np.zeros(len(self._candidates)))
+                if np.isfinite(sums[i]).all():
+                    errors[position] += sums[i, 1]
+                    if position == 0:
+                        self._norms[name] = self._norms.get(name, 0.0) + float(sums[i, 2])
+
+    def proposal(self) -> bytes:
+        """This rank's choice: the index of the smallest sufficient candidate per layer."""
+        choice = {}
+        for name, errors in self._errors.items():
+            limit = self._bound**2 * self._norms.get(name, 0.0)
+            good = [i for i, (fmt, _) in enumerate(self._candidates) if fmt.raw or errors[i] <= limit]
+            choice[name] = good[0] if good else len(self._candidates) - 1
+        return json.dumps(choice).encode()
+
+    def settle(self, proposals: Sequence[bytes]) -> dict[str, Any]:
+        """The overrides that follow from all ranks' proposals, equal on all of them."""
+        merged: dict[str, int] = {}
+        for raw in proposals:
+            for name, index in json.loads(raw).items():
+                merged[name] = max(merged.get(name, 0), int(index))
+        return {name: self._candidates[index][1] for name, index in sorted(merged.items())}
+
+
+def format_table(overrides: dict[str, Any]) -> str:
+    """The choice as text that can be pasted back as the `overrides` argument."""
+    lines = [f"    {name!r}: {value!r}," for name, value in overrides.items()]
+    return "overrides={\n" + "\n".join(lines) + "\n}"

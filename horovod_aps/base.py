@@ -1,0 +1,151 @@
+"""What the compressors of all frameworks share: options, exchanges by process set, state and statistics."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from horovod_aps.exchange import Exchange
+from horovod_aps.options import AUTO_CANDIDATES, Options
+from horovod_aps.transport import Transport
+
+_ids = itertools.count()
+
+
+class BaseCompressor:
+    """Options, exchanges and their state; frontends add `compress`, `decompress` and their transport.
+
+    Pass an instance as `compression=` to Horovod. With two ranks every value is rounded once, with more of them
+    twice; the sum is formed in float32. All ranks get the same bits. A layer in which any rank has NaN or Inf
+    becomes NaN as a whole, on all ranks. Compressors are told apart by the order in which they are made, so make
+    them in the same order on all ranks.
+    """
+
+    def __init__(self, e: int, m: int, *, specials: bool = True, rounding: str = "nearest", seed: int = 0,
+                 accumulate: str = "float32", error_feedback: bool = False, min_elements: int = 0,
+                 bucket_mb: float = 16.0, overrides: Mapping[str, Any] | str | None = None, warmup_steps: int = 0,
+                 auto_steps: int = 10, auto_error: float = 0.05, auto_candidates: Any = AUTO_CANDIDATES,
+                 transport: str = "packed", scaling: bool = True, stats: bool = False) -> None:
+        """Options by their effect; `e` and `m` are all that most people need.
+
+        Args:
+            e: exponent bits, 1..8. One more doubles the range of magnitudes within a layer that survives.
+            m: mantissa bits, 0..23. One more halves the rounding error. 1+e+m bits per element are sent.
+            specials: keep the top exponent for Inf/NaN as IEEE does; False uses it for numbers, one more binade.
+            rounding: "nearest" (ties to even), or "stochastic": unbiased, noisier, the same in every run.
+            seed: of stochastic rounding.
+            accumulate: "float32" sums exactly enough; "format" and "kahan" re-round every partial sum to (e, m)
+                in rank order, as the paper's simulator does: less accurate, for studies.
+            error_feedback: add what rounding lost in this step to the next gradient. Worth its memory (a float32
+                copy of the gradients) at 4 bits, hardly at 8.
+            min_elements: smaller tensors travel as float32.
+            bucket_mb: MB of fp32 gradient that travel together. Smaller overlaps better, larger has less overhead.
+            overrides: {name pattern: (e, m) or "float32"}; the first that matches a tensor's Horovod name wins.
+                "auto" sends the first `auto_steps` steps in float32, measures, and chooses for every layer.
+            warmup_steps: send the first steps in float32.
+            auto_steps: how many steps "auto" measures.
+            auto_error: the relative error that "auto" stays under, layer by layer.
+            auto_candidates: the formats that "auto" chooses from.
+            transport: "packed" is the APS exchange; "allreduce" sends rounded values as float16 through Horovod's
+                own all-reduce, twice the bytes, for `hvd.join()`.
+            scaling: False leaves out APS, a fixed scale of 1: to see what it is good for.
+            stats: measure underflow and error of every layer (one more pass over the gradients).
+        """
+        self._options = Options(e, m, specials=specials, rounding=rounding, seed=seed, accumulate=accumulate,
+                                error_feedback=error_feedback, min_elements=min_elements, bucket_mb=bucket_mb,
+                                overrides={} if overrides is None else overrides, warmup_steps=warmup_steps,
+                                auto_steps=auto_steps, auto_error=auto_error,
+                                auto_candidates=tuple(auto_candidates), transport=transport, scaling=scaling,
+                                stats=stats)
+        self._start()
+
+    def _start(self) -> None:
+        self._name = f"horovod_aps.{next(_ids)}"
+        self._exchanges: dict[tuple[Any, ...], Exchange] = {}
+        self._loaded: dict[str, Any] | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(e={self._options.e}, m={self._options.m})"
+
+    def _keep_exchange(self, key: tuple[Any, ...], kernels: Any, transport: Transport) -> Exchange:
+        """Make and remember the exchange of one process set, with the state that was loaded, if any.
+
+        An exchange of another world (its size or rank changed) hands its residuals and position on.
+        """
+        exchange = self._exchanges[key] = Exchange(kernels, transport, self._options)
+        for old_key, old in list(self._exchanges.items()):
+            if old is not exchange and old_key[0] == key[0] and old_key[3:] == key[3:]:
+                exchange.inherit(old)
+                del self._exchanges[old_key]
+        if self._loaded is not None:
+            exchange.load_state(self._loaded)
+        return exchange
+
+    # ---- For people ---------------------------------------------------------------------------------------
+
+    def set_format(self, e: int | None = None, m: int | None = None, *,
+                   overrides: Mapping[str, Any] | None = None) -> None:
+        """Change the format between steps; call it at the same point on all ranks, which is checked.
+
+        A rank that was left behind makes the next exchange raise ValueError on all of them.
+        """
+        changes: dict[str, Any] = {key: value for key, value in (("e", e), ("m", m)) if value is not None}
+        if overrides is not None:
+            changes["overrides"] = dict(overrides)
+        self._options = self._options.replace(**changes)
+        for exchange in self._exchanges.values():
+            exchange.options = exchange.options.replace(**changes)
+
+    def chosen_overrides(self) -> dict[str, Any] | None:
+        """What overrides="auto" has chosen, as a dict to paste back; None while it still measures."""
+        for exchange in self._exchanges.values():
+            if not isinstance(exchange.options.overrides, str):
+                return dict(exchange.options.overrides)
+        return None
+
+    def stats(self) -> dict[str, Any]:
+        """Bytes sent against fp32, their ratio, and per layer the exponent and, with stats=True, the errors."""
+        merged: dict[str, Any] = {"bytes_sent": 0.0, "bytes_fp32": 0.0, "ratio": None, "layers": {}}
+        for exchange in self._exchanges.values():
+            part = exchange.statistics.as_dict()
+            merged["bytes_sent"] += part["bytes_sent"]
+            merged["bytes_fp32"] += part["bytes_fp32"]
+            merged["layers"].update(part["layers"])
+        if merged["bytes_fp32"]:
+            merged["ratio"] = merged["bytes_sent"] / merged["bytes_fp32"]
+        return merged
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals and schedule position of this rank; each rank saves its own, for residuals differ."""
+        if not self._exchanges:
+            return dict(self._loaded or {"step_number": 0, "residuals": {}, "overrides": None})
+        merged: dict[str, Any] = {"step_number": 0, "residuals": {}, "overrides": None}
+        for exchange in self._exchanges.values():
+            state = exchange.state()
+            merged["step_number"] = max(merged["step_number"], state["step_number"])
+            merged["residuals"].update(state["residuals"])
+            merged["overrides"] = state["overrides"] or merged["overrides"]
+        return merged
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict()`; a resumed run equals an uninterrupted one bit for bit."""
+        missing = {"step_number", "residuals", "overrides"} - set(state)
+        if missing:
+            raise ValueError(f"APSCompressor: state has no {', '.join(sorted(missing))}")
+        residuals = {name: np.array(value, np.float32).reshape(-1) for name, value in state["residuals"].items()}
+        self._loaded = {"step_number": int(state["step_number"]), "residuals": residuals,
+                        "overrides": state["overrides"]}
+        for exchange in self._exchanges.values():
+            exchange.load_state(self._loaded)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy takes along options and state, never communicators."""
+        return {"options": self._options, "state": self.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._options = state["options"]
+        self._start()
+        self.load_state_dict(state["state"])
