@@ -1,0 +1,82 @@
+"""Expected results of whole batches: `reference.simulate_exchange` fed with the cuts that the layout makes.
+
+The arithmetic is the reference's alone; from `horovod_aps.layout` come only the positions where layers are cut,
+which `test_layout` checks on their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import reference
+
+from horovod_aps.layout import LayerSpec, plan_buckets
+from horovod_aps.options import FLOAT32, WireFormat
+
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+CODES = {dtype: code for code, dtype in enumerate(DTYPES.values())}
+SIZES = (0, 1, 3, 7, 8, 9, 1023, 1025)
+
+
+def expected(
+    grads_per_rank: Sequence[Mapping[str, np.ndarray]],
+    formats: reference.Format | Mapping[str, reference.Format | None],
+    *,
+    factor: float = 1.0,
+    mode: str = "float32",
+    bucket_mb: float = 16.0,
+) -> dict[str, np.ndarray]:
+    """What every rank gets for a batch whose layers rank 0 submitted in this order; `factor` includes 1/N."""
+    first = grads_per_rank[0]
+    by_name = dict(formats) if isinstance(formats, Mapping) else dict.fromkeys(first, formats)
+    specs = [
+        LayerSpec(name, x.shape, CODES[x.dtype], factor, FLOAT32 if by_name[name] is None else WireFormat(*by_name[name]))
+        for name, x in first.items()
+    ]
+    results: dict[str, np.ndarray] = {}
+    for bucket in plan_buckets(specs, len(grads_per_rank), bucket_mb):
+        names = [specs[layer].name for layer in bucket.layers]
+        shards = [
+            [
+                reference.Piece(names[bucket.layer_of_segment[row]], int(segment["first"]),
+                                int(segment["first"] + segment["n"]))
+                for row, segment in enumerate(bucket.segments)
+                if bucket.shard_segments[k] <= row < bucket.shard_segments[k + 1]
+            ]
+            for k in range(bucket.n_shards)
+        ]
+        part = [{name: grads[name] for name in names} for grads in grads_per_rank]
+        results |= reference.simulate_exchange(part, by_name, op="sum", mode=mode, scale=factor, shards=shards)
+    return results
+
+
+def assert_same_bits(actual: Any, wanted: Any, what: str = "") -> None:
+    """Equal dtype, shape and bits; any NaN equals any NaN."""
+    actual, wanted = np.asarray(actual), np.asarray(wanted)
+    assert actual.dtype == wanted.dtype and actual.shape == wanted.shape, what
+    nan = np.isnan(wanted.astype(np.float64))
+    np.testing.assert_array_equal(np.isnan(actual.astype(np.float64)), nan, err_msg=what)
+    unsigned = np.dtype(f"u{actual.dtype.itemsize}")
+    np.testing.assert_array_equal(actual[~nan].view(unsigned), wanted[~nan].view(unsigned), err_msg=what)
+
+
+def make_gradients(sizes: Sequence[int], n_ranks: int, dtype: str = "float32", seed: int = 0) -> list[dict[str, np.ndarray]]:
+    """Per rank one gradient of each size; neighbouring layers differ in scale by powers of ten."""
+    grads: list[dict[str, np.ndarray]] = []
+    low = {"float16": -3, "bfloat16": -30, "float32": -30, "float64": -30}[dtype]
+    for rank in range(n_ranks):
+        rng = np.random.default_rng([seed, rank])
+        grads.append({})
+        for i, size in enumerate(sizes):
+            scale = 10.0 ** (low + (i * 13) % (-2 * low))
+            with np.errstate(over="ignore"):
+                grads[-1][f"layer{i}"] = (rng.standard_normal(size) * scale).astype(DTYPES[dtype])
+    return grads
