@@ -1,0 +1,104 @@
+"""The options: what is accepted, what each wrong value raises, and which format a layer gets."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from horovod_aps import FloatFormat
+from horovod_aps.options import FLOAT32, Options, WireFormat, as_wire_format
+
+
+@pytest.mark.parametrize(
+    "changes, error, text",
+    [
+        ({"e": 0}, ValueError, "must be in 1..8, got 0"),
+        ({"e": 9}, ValueError, "must be in 1..8, got 9"),
+        ({"m": -1}, ValueError, "must be in 0..23, got -1"),
+        ({"m": 24}, ValueError, "must be in 0..23, got 24"),
+        ({"e": 4.5}, TypeError, "must be an int"),
+        ({"m": "3"}, TypeError, "must be an int"),
+        ({"e": True}, TypeError, "must be an int"),
+        ({"rounding": "up"}, ValueError, "rounding must be one of 'nearest', 'stochastic', got 'up'"),
+        ({"accumulate": "float64"}, ValueError, "accumulate must be one of 'float32', 'format', 'kahan', got 'float64'"),
+        ({"transport": "tcp"}, ValueError, "transport must be one of 'packed', 'allreduce', got 'tcp'"),
+        ({"seed": -1}, ValueError, "seed must be at least 0, got -1"),
+        ({"seed": 1.5}, TypeError, "seed must be an int, got float"),
+        ({"min_elements": -1}, ValueError, "min_elements must be at least 0, got -1"),
+        ({"warmup_steps": -3}, ValueError, "warmup_steps must be at least 0, got -3"),
+        ({"error_feedback": 1}, TypeError, "error_feedback must be True or False, got 1"),
+        ({"scaling": "no"}, TypeError, "scaling must be True or False, got 'no'"),
+        ({"stats": None}, TypeError, "stats must be True or False, got None"),
+        ({"bucket_mb": 0}, ValueError, "bucket_mb must be in (0, 4096], got 0"),
+        ({"bucket_mb": 5000}, ValueError, "bucket_mb must be in (0, 4096], got 5000"),
+        ({"bucket_mb": float("nan")}, ValueError, "bucket_mb must be in (0, 4096], got nan"),
+        ({"bucket_mb": "16"}, TypeError, "bucket_mb must be a number, got str"),
+        ({"overrides": "all"}, ValueError, "overrides must be a dict or \"auto\", got 'all'"),
+        ({"overrides": [("a", (4, 3))]}, TypeError, "overrides must be a dict or \"auto\", got list"),
+        ({"overrides": {3: (4, 3)}}, TypeError, "overrides keys must be name patterns, got 3"),
+        ({"overrides": {"w": "float8"}}, ValueError, "overrides['w'] must be an (e, m) pair or \"float32\", got 'float8'"),
+        ({"overrides": {"w": (0, 3)}}, ValueError, "must be in 1..8, got 0"),
+        ({"transport": "allreduce", "e": 6}, ValueError, "carries values in float16"),
+        ({"transport": "allreduce", "m": 11}, ValueError, "carries values in float16"),
+        ({"transport": "allreduce", "error_feedback": True}, ValueError, "does not support error_feedback=True"),
+        ({"transport": "allreduce", "accumulate": "kahan"}, ValueError, "does not support accumulate='kahan'"),
+    ],
+    ids=str,
+)
+def test_options_refuse_wrong_values(changes, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        Options(**({"e": 4, "m": 3} | changes))
+
+
+def test_options_refuse_a_format_without_numbers():
+    with pytest.raises(ValueError):
+        Options(1, 0)
+    assert Options(1, 0, specials=False).default_format == WireFormat(1, 0, False)
+
+
+def test_options_accept_numpy_integers():
+    import numpy as np
+
+    options = Options(np.int64(4), np.int32(3))
+    assert type(options.e) is int and json.dumps(options.fingerprint())
+
+
+@pytest.mark.parametrize(
+    "name, n, wanted",
+    [
+        ("conv1.weight", 1000, WireFormat(4, 3)),
+        ("conv1.bias", 1000, FLOAT32),
+        ("fc.weight", 1000, WireFormat(5, 2)),
+        ("fc.bias", 1000, FLOAT32),  # the first match wins
+        ("conv1.weight", 99, FLOAT32),  # by size
+        ("fc.weight", 99, WireFormat(5, 2)),  # an override beats min_elements
+    ],
+)
+def test_format_for_takes_first_override_then_size(name, n, wanted):
+    options = Options(4, 3, min_elements=100, overrides={"*.bias": "float32", "fc.*": (5, 2)})
+    assert options.format_for(name, n) == wanted
+
+
+def test_overrides_inherit_specials():
+    assert Options(4, 3, specials=False, overrides={"w": (5, 2)}).format_for("w", 1) == WireFormat(5, 2, False)
+    assert as_wire_format(FloatFormat(5, 2), False, "x") == WireFormat(5, 2, True)
+
+
+def test_wire_format_bits_and_text():
+    assert (WireFormat(4, 3).bits, WireFormat(3, 0).bits, FLOAT32.bits) == (8, 4, 32)
+    assert (str(WireFormat(4, 3)), str(FLOAT32)) == ("e4m3", "float32")
+
+
+def test_replace_checks_again():
+    assert Options(4, 3).replace(m=2).m == 2
+    with pytest.raises(ValueError, match=r"1\.\.8"):
+        Options(4, 3).replace(e=0)
+
+
+def test_fingerprint_is_plain_json_and_leaves_out_what_ranks_may_differ_in():
+    ours = Options(4, 3, overrides={"w": (5, 2)}, stats=True).fingerprint()
+    assert json.loads(json.dumps(ours)) == ours
+    assert ours == Options(4, 3, overrides={"w": [5, 2]}).fingerprint()
+    assert "stats" not in ours
