@@ -15,7 +15,7 @@ import numpy as np
 from horovod_aps.kernels import RAW, SEGMENT, SPECIALS
 from horovod_aps.options import WireFormat
 
-MAX_LAYERS = 256  # layers per bucket: what one fixed-size exponent message has room for
+MAX_LAYERS = 128  # layers per bucket: what one fixed-size exponent message has room for
 UNIT = 8  # elements; segments start at multiples of it, which is a whole number of bytes at any width
 EXPONENT_BYTES = 2  # per segment, behind the packed sums of a shard
 ITEM_SIZES = (4, 8, 2, 2)  # bytes per element, by dtype code

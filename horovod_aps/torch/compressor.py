@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from horovod_aps.base import BaseCompressor
 from horovod_aps.exchange import Exchange, Layer
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.torch import seam
+from horovod_aps.torch.carrier import CarrierBatch
 from horovod_aps.torch.horovod_transport import HorovodTransport
 from horovod_aps.world import make_transport, process_set_of
 
@@ -27,21 +28,38 @@ class _Context:
     original: torch.Tensor
     staged: torch.Tensor
     batch: _Batch | None = None
+    ticket: _Ticket | None = None
     result: torch.Tensor | None = None
 
 
 @dataclass
-class _Batch:
-    """Tensors submitted since the last flush to one exchange, and the Horovod operation that stands for them."""
+class _Ticket:
+    """A Horovod operation that stands for tensors in our hands, and the word that it sums."""
 
-    exchange: Exchange
     handle: int
-    word: torch.Tensor
+    word: torch.Tensor | None
+
+
+@dataclass
+class _Batch:
+    """Tensors submitted since the last flush to one exchange (or to one carrier)."""
+
+    number: int
     world: Any
+    exchange: Exchange | None = None
+    carrier: CarrierBatch | None = None
+    ticket: _Ticket | None = None
     flushed: bool = False
     error: BaseException | None = None
     n_unnamed: int = 0
-    tickets: list[torch.Tensor] = field(default_factory=list)
+    n_groups: int = 0
+
+    @property
+    def size(self) -> int:
+        """Ranks that take part."""
+        part = self.exchange.transport if self.exchange is not None else self.carrier
+        assert part is not None
+        return part.size
 
 
 class APSCompressor(BaseCompressor, Compressor):  # type: ignore[misc]
@@ -49,7 +67,8 @@ class APSCompressor(BaseCompressor, Compressor):  # type: ignore[misc]
 
     def _start(self) -> None:
         super()._start()
-        self._batches: dict[int, _Batch] = {}
+        self._batches: dict[tuple[int, str], _Batch] = {}
+        self._carriers: dict[int, CarrierBatch] = {}
         self._world: Any = None
         seam.register()
 
@@ -70,9 +89,9 @@ class APSCompressor(BaseCompressor, Compressor):  # type: ignore[misc]
         """The reduced tensor; the first call after a batch was submitted exchanges all of it."""
         if ctx is None:
             return tensor
-        if ctx.batch is None:
+        if ctx.batch is None or ctx.ticket is None:
             raise ValueError("APSCompressor: this tensor was compressed but never all-reduced")
-        self._flush(ctx.batch)
+        self._flush(ctx.batch, ctx.ticket)
         assert ctx.result is not None
         if ctx.result is ctx.staged and ctx.staged is not ctx.original:  # in place, through a contiguous copy
             ctx.original.copy_(ctx.staged)
@@ -90,11 +109,10 @@ class APSCompressor(BaseCompressor, Compressor):  # type: ignore[misc]
         if op not in (mpi_ops.Average, mpi_ops.Sum):
             raise ValueError(f"APSCompressor: op must be Average or Sum, got {_op_name(op)}; "
                              f"use hvd.Compression.none for it")
-        batch = self._open_batch(process_set_id)
-        exchange = batch.exchange
+        batch = self._open_batch(process_set_id, tensors[0].device)
         if op == mpi_ops.Average:
-            factor /= exchange.transport.size
-        alone = exchange.transport.size == 1
+            factor /= batch.size
+        entries = []
         for tensor, output, name in zip(tensors, outputs, names):
             context: _Context = tensor.aps_context
             if name is None:
@@ -102,55 +120,104 @@ class APSCompressor(BaseCompressor, Compressor):  # type: ignore[misc]
                 batch.n_unnamed += 1
             context.batch = batch
             context.result = context.staged if output is tensor else output.as_subclass(torch.Tensor)
-            if alone:  # nothing to agree on and nothing to round
-                torch.mul(context.staged, factor, out=context.result)
-                continue
-            exchange.submit(Layer(name, tuple(tensor.shape), DTYPE_CODES[tensor.dtype], context.staged.data_ptr(),
-                                  context.result.data_ptr(), factor, context))
-        if not grouped:
-            return batch.handle
-        # Horovod waits for every group by a handle of its own.
-        handle, word = seam.ticket(f"{self._name}.group.{group}.{len(batch.tickets)}", process_set_id)
-        batch.tickets.append(word)
-        return handle
+            entries.append((name, context, factor))
+        if batch.carrier is not None:
+            ticket = _Ticket(batch.carrier.submit([(name, context.staged, context.result,
+                                                    DTYPE_CODES[context.staged.dtype], factor)
+                                                   for name, context, factor in entries]), None)
+        else:
+            ticket = self._hand_in(batch, entries, process_set_id, group, grouped)
+        for _, context, _ in entries:
+            context.ticket = ticket
+        return ticket.handle
 
-    def _open_batch(self, process_set_id: int) -> _Batch:
-        batch = self._batches.get(process_set_id)
-        if batch is None or batch.flushed or batch.world is not mpi_ops._handle_map:
-            exchange = self._exchange(process_set_id)
-            handle, word = seam.ticket(f"{self._name}.ticket.{process_set_id}", process_set_id)
-            batch = self._batches[process_set_id] = _Batch(exchange, handle, word, mpi_ops._handle_map)
+    def _hand_in(self, batch: _Batch, entries: list[tuple[str, _Context, float]], process_set_id: int,
+                 group: str | None, grouped: bool) -> _Ticket:
+        """Submit tensors to the exchange under the batch's ticket, or a group's own."""
+        assert batch.exchange is not None
+        stem = f"{self._name}.ticket.{process_set_id}.{batch.number % 4}"
+        if grouped:  # Horovod waits for every group by a handle of its own
+            ticket = _Ticket(*seam.ticket(f"{stem}.{batch.n_groups}.{group}", process_set_id))
+            batch.n_groups += 1
+        else:
+            ticket = batch.ticket = batch.ticket or _Ticket(*seam.ticket(stem, process_set_id))
+        for name, context, factor in entries:
+            staged, result = context.staged, context.result
+            assert result is not None
+            if batch.size == 1:  # nothing to agree on and nothing to round
+                torch.mul(staged, factor, out=result)
+                continue
+            batch.exchange.submit(Layer(name, tuple(staged.shape), DTYPE_CODES[staged.dtype], staged.data_ptr(),
+                                        result.data_ptr(), factor, context))
+        return ticket
+
+    def _open_batch(self, process_set_id: int, device: torch.device) -> _Batch:
+        world = mpi_ops._handle_map  # hvd.init() makes a new one: another world
+        key = (process_set_id, str(device))
+        batch = self._batches.get(key)
+        if batch is None or batch.flushed or batch.world is not world:
+            batch = _Batch(0 if batch is None else batch.number + 1, world)
+            if self._options.transport == "allreduce":
+                batch.carrier = self._carrier(process_set_id)
+            else:
+                batch.exchange = self._exchange(process_set_id, device)
+            self._batches[key] = batch
         return batch
 
-    def _exchange(self, process_set_id: int) -> Exchange:
-        if self._world is not mpi_ops._handle_map:  # hvd.init() makes a new one: this is another world
+    def _carrier(self, process_set_id: int) -> CarrierBatch:
+        carrier = self._carriers.get(process_set_id)
+        process_set = process_set_of(mpi_ops._basics, process_set_id)
+        if carrier is None or carrier.size != process_set.size():
+            carrier = self._carriers[process_set_id] = CarrierBatch(f"{self._name}.{process_set_id}", process_set,
+                                                                    self._options)
+        return carrier
+
+    def _exchange(self, process_set_id: int, device: torch.device) -> Exchange:
+        if self._world is not mpi_ops._handle_map:
             self._world = mpi_ops._handle_map
             for exchange in self._exchanges.values():
                 exchange.forget()
-        key = (process_set_id, mpi_ops.size(), mpi_ops.rank())
-        exchange = self._exchanges.get(key)
-        if exchange is None:
+        key = (process_set_id, mpi_ops.size(), mpi_ops.rank(), str(device))
+        found = self._exchanges.get(key)
+        if found is None:
             process_set = process_set_of(mpi_ops._basics, process_set_id)
             transport = make_transport(mpi_ops._basics, process_set, _agree,
                                        lambda: HorovodTransport(f"{self._name}.{process_set_id}", process_set))
-            exchange = self._keep_exchange(key, CpuKernels(), transport)
-        return exchange
+            found = self._keep_exchange(key, _kernels_for(device), transport)
+        return found
 
-    def _flush(self, batch: _Batch) -> None:
+    def _flush(self, batch: _Batch, ticket: _Ticket) -> None:
         if batch.flushed:
             if batch.error is not None:
                 raise batch.error
             return
         batch.flushed = True
         try:
-            n_present, size = int(batch.word[0]), batch.exchange.transport.size
-            if n_present != size:
-                raise ValueError(f"APSCompressor: {size - n_present} of {size} ranks are in hvd.join(), which only a "
-                                 f'plain all-reduce can do without; use APSCompressor(..., transport="allreduce")')
+            if batch.carrier is not None:
+                batch.carrier.flush(ticket.handle)
+                return
+            assert batch.exchange is not None and ticket.word is not None
+            n_present = int(ticket.word[0])
+            if n_present != batch.size:
+                batch.exchange.forget()
+                raise ValueError(f"APSCompressor: {batch.size - n_present} of {batch.size} ranks are in hvd.join(), "
+                                 f"which only a plain all-reduce can go on without; use APSCompressor(..., "
+                                 f'transport="allreduce")')
             batch.exchange.flush()
         except BaseException as error:
             batch.error = error
             raise
+
+
+def _kernels_for(device: torch.device) -> Any:
+    """The kernels that work where the gradients are."""
+    if device.type == "cpu":
+        return CpuKernels()
+    if device.type == "cuda":
+        from horovod_aps.cuda_kernels import CudaKernels
+
+        return CudaKernels(device.index, stream=lambda: torch.cuda.current_stream(device).cuda_stream)
+    raise TypeError(f"APSCompressor: tensors must be on a CPU or a CUDA device, got {device}")
 
 
 def _agree(value: int, process_set: Any) -> int:

@@ -1,0 +1,71 @@
+"""APS-rounded values in float16, for transport="allreduce": Horovod's own ring adds them.
+
+Stands in for pack, exchange and unpack: the exponent is shared by one MAX all-reduce per tensor, the values are
+rounded to (e, m) and placed in float16 so that the sum of all ranks cannot overflow, and Horovod does the rest. The
+sum is Horovod's, in float16. A rank in `hvd.join()` contributes zeros, which is also the neutral exponent word.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from horovod_aps.agreement import top_exponent
+from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO, FLOAT16, SEGMENT, SPECIALS
+from horovod_aps.layout import packed_bytes
+from horovod_aps.options import Options
+
+WORD_OFFSET = 1 << 14  # exponent words are positive; 0 is a layer of zeros, or a rank that has joined
+WORD_NONFINITE = 1 << 16
+FLOAT16_TOP, FLOAT16_BOTTOM = 15, -24  # exponents of the largest and of the smallest positive float16
+
+
+def carrier_exponent(options: Options, size: int) -> int:
+    """The exponent that a layer's largest value gets in float16, low enough for the sum of `size` ranks.
+
+    Raises ValueError if (e, m) values would not all be exact in float16 then.
+    """
+    top = FLOAT16_TOP - int(np.ceil(np.log2(size)))
+    fmt = options.default_format
+    bottom = top - top_exponent(fmt) + 2 - 2 ** (fmt.exp_bits - 1) - fmt.man_bits  # exponent of the least subnormal
+    if bottom < FLOAT16_BOTTOM:
+        raise ValueError(f'APSCompressor: transport="allreduce" cannot carry e={options.e}, m={options.m} for {size} '
+                         f'ranks in float16; use fewer exponent bits, or transport="packed"')
+    return top
+
+
+def _segment(data: int, n: int, dtype: int, options: Options) -> np.ndarray:
+    segment = np.zeros(1, SEGMENT)
+    segment["data"], segment["n"], segment["dtype"], segment["factor"] = data, n, dtype, 1.0
+    segment["exp_bits"], segment["man_bits"] = options.e, options.m
+    segment["flags"] = SPECIALS if options.specials else 0
+    return segment
+
+
+def exponent_word(kernels: Any, data: int, n: int, dtype: int, options: Options) -> int:
+    """This rank's contribution to the MAX all-reduce of a layer's exponent."""
+    segment = _segment(data, n, dtype, options)
+    kernels.scan(segment, stochastic=options.rounding == "stochastic")
+    exponent = int(segment["exponent"][0])
+    if exponent == EXP_ZERO:
+        return 0
+    return WORD_NONFINITE if exponent == EXP_NONFINITE else exponent + WORD_OFFSET
+
+
+def fill_carrier(kernels: Any, data: int, n: int, dtype: int, carrier: int, word: int, top: int, options: Options,
+                 seed: int | None) -> None:
+    """Round the layer at `data` and write it, scaled to exponent `top`, to the float16 array at `carrier`."""
+    segment = _segment(data, n, dtype, options)
+    usual = 0 < word < WORD_NONFINITE
+    segment["exponent"] = word - WORD_OFFSET if usual else EXP_ZERO
+    message = kernels.alloc(packed_bytes(n, options.default_format.bits))
+    kernels.encode(segment, message, seed)
+    segment["data"], segment["dtype"] = carrier, FLOAT16
+    segment["exponent"] = top if usual else EXP_ZERO
+    kernels.decode(segment, [message])
+
+
+def back_scale(word: int, top: int) -> tuple[int, bool]:
+    """Power of two that undoes the carrier's scale, and whether the layer is finite."""
+    return (word - WORD_OFFSET - top if 0 < word < WORD_NONFINITE else 0), word < WORD_NONFINITE
