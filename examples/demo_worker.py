@@ -1,0 +1,122 @@
+"""What demo.py runs on every rank: train the same network from the same start with each gradient format.
+
+A user's script would hold one of these five; the line that matters is `compression=` in `train`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from tqdm import tqdm
+
+from horovod_aps.torch import APSCompressor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.cluster import interface_bytes  # noqa: E402
+
+WARM_UP = 10  # steps left out of the timing: buffers are being made
+FORMATS: dict[str, Callable[[], Any]] = {
+    "fp32": lambda: hvd.Compression.none,
+    "fp16": lambda: hvd.Compression.fp16,
+    "APS (4,3)": lambda: APSCompressor(e=4, m=3),
+    "APS (3,0) + EF": lambda: APSCompressor(e=3, m=0, error_feedback=True),
+    "(4,3) without APS": lambda: APSCompressor(e=4, m=3, scaling=False),
+}
+
+
+def network() -> torch.nn.Module:
+    """A small conv net for 8x8 images, 580 thousand parameters."""
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(1, 32, 3, padding=1), torch.nn.ReLU(),
+        torch.nn.Conv2d(32, 64, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(2), torch.nn.Flatten(),
+        torch.nn.Linear(1024, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
+
+
+def digits(seed: int) -> tuple[torch.Tensor, ...]:
+    """Train images, test images, train labels, test labels."""
+    images, labels = load_digits(return_X_y=True)
+    parts = train_test_split(images / 16.0, labels, test_size=0.2, random_state=seed, stratify=labels)
+    images_of = [torch.tensor(x, dtype=torch.float32).view(-1, 1, 8, 8) for x in parts[:2]]
+    return (*images_of, *(torch.tensor(y) for y in parts[2:]))
+
+
+def identical(model: torch.nn.Module) -> bool:
+    """Whether all ranks hold bit-identical parameters, by comparing digests of their bytes."""
+    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).digest()[:8]
+    digests = hvd.allgather(torch.tensor([int.from_bytes(digest, "little", signed=True)]), name="digests")
+    return len(set(digests.tolist())) == 1
+
+
+def train(name: str, args: argparse.Namespace, data: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+    """Train with one format; returns its row of the table."""
+    train_x, test_x, train_y, test_y = data
+    torch.manual_seed(args.seed)
+    model = network()
+    compression = FORMATS[name]()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+                                         named_parameters=model.named_parameters(prefix=name),
+                                         compression=compression)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    n_steps = len(train_x) // (args.batch_size * hvd.size())
+    order = torch.Generator().manual_seed(args.seed)  # the same on all ranks, which take turns in it
+    losses, times = [], []
+    hvd.barrier()
+    before = interface_bytes(args.interface)
+    bar = tqdm(total=args.epochs * n_steps, desc=f"{name:<18}", unit="step", ncols=90, disable=hvd.rank() != 0)
+    for _ in range(args.epochs):
+        shuffled = torch.randperm(len(train_x), generator=order)[hvd.rank()::hvd.size()]
+        for batch in shuffled[:n_steps * args.batch_size].split(args.batch_size):
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(train_x[batch]), train_y[batch])
+            loss.backward()
+            optimizer.step()
+            times.append(time.perf_counter() - start)
+            losses.append(loss.item())
+            bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+            bar.update()
+    bar.close()
+    hvd.barrier()
+    sent = (interface_bytes(args.interface) or 0) - (before or 0)
+    if args.interface == "lo":  # both ranks send through it
+        sent //= hvd.size()
+    with torch.no_grad():
+        accuracy = (model(test_x).argmax(1) == test_y).float().mean().item()
+    steady = torch.tensor(times[min(WARM_UP, len(times) - 1):])
+    return {"name": name, "accuracy": accuracy, "bytes_per_step": sent / len(times),
+            "ms_per_step": 1e3 * steady.median().item(), "identical": identical(model),
+            "losses": hvd.allreduce(torch.tensor(losses), name="losses").tolist()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path, help="JSON file that rank 0 writes")
+    parser.add_argument("--interface", default="lo", help="network interface whose byte counter is read (lo)")
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step (32)")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    hvd.init()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    data = digits(args.seed)
+    rows = [train(name, args, data) for name in FORMATS]
+    if hvd.rank() == 0:
+        args.results.write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
