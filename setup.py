@@ -1,7 +1,7 @@
 """Build the CPU kernel library; everything else about the package is in setup.cfg.
 
-The library is plain C++ loaded by ctypes. AVX2 is chosen at run time, so no -march flag is needed and a wheel runs
-on every machine of its architecture. OpenMP is used where the compiler has it.
+The library is plain C++ loaded by ctypes. AVX2 is chosen at run time, so no -march flag is needed and a wheel
+runs on every machine of its architecture. OpenMP is used where the compiler has it.
 """
 
 import os
@@ -51,7 +51,13 @@ setup(
             sources=["cuda/aps_cpu.cpp", "cuda/aps_simulate.cpp"],
             depends=HEADERS,
             language="c++",
-            extra_compile_args=["-std=c++17", "-O3", "-fno-trapping-math", "-ffp-contract=off", "-fno-math-errno"],
+            extra_compile_args=[
+                "-std=c++17",
+                "-O3",
+                "-fno-trapping-math",
+                "-ffp-contract=off",
+                "-fno-math-errno",
+            ],
         )
     ],
     cmdclass={"build_ext": BuildLibrary},

@@ -1,7 +1,7 @@
 """Speed of every CPU kernel beside memcpy, measured in the same run.
 
-Bytes are those that the operation must read and write (each once), counted the same way for memcpy; every time is the
-best of several rounds, interleaved so that a slow phase of the machine hits all alike.
+Bytes are those that the operation must read and write (each once), counted the same way for memcpy; every
+time is the best of several rounds, interleaved so that a slow phase of the machine hits all alike.
 
     python benchmarks/kernels.py --elements 25600000 --threads 1 --json out.json
 """
@@ -54,15 +54,24 @@ def cases(n: int) -> list[tuple[str, float, Callable[[], object]]]:
             (f"encode stochastic {name}", 4.0 * n + packed, lambda s=segs, m=out: cpu.encode(s, m, 1)),
             (f"decode 1 {name}", 4.0 * n + packed, lambda s=target, a=one: cpu.decode(s, [a])),
             (f"decode 2 {name}", 4.0 * n + 2 * packed, lambda s=target, a=one, b=two: cpu.decode(s, [a, b])),
-            (f"reduce 2 {name}", 3 * packed, lambda s=segs, a=one, b=two, o=out: cpu.reduce(s.copy(), [a, b], 0, o)),
-            (f"reduce 4 {name}", 5 * packed,
-             lambda s=segs, a=one, b=two, o=out: cpu.reduce(s.copy(), [a, b, b, a], 0, o)),
+            (
+                f"reduce 2 {name}",
+                3 * packed,
+                lambda s=segs, a=one, b=two, o=out: cpu.reduce(s.copy(), [a, b], 0, o),
+            ),
+            (
+                f"reduce 4 {name}",
+                5 * packed,
+                lambda s=segs, a=one, b=two, o=out: cpu.reduce(s.copy(), [a, b, b, a], 0, o),
+            ),
         ]
     return result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--elements", type=int, default=25_600_000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
@@ -84,7 +93,11 @@ def main() -> None:
         print(f"{name:<28}{best[name] * 1e3:8.2f}{rate:8.1f}{rate / rates['memcpy']:11.2f}")
     if arguments.json:
         with open(arguments.json, "w") as file:
-            json.dump({"elements": arguments.elements, "threads": arguments.threads, "gb_per_s": rates}, file, indent=1)
+            json.dump(
+                {"elements": arguments.elements, "threads": arguments.threads, "gb_per_s": rates},
+                file,
+                indent=1,
+            )
 
 
 if __name__ == "__main__":

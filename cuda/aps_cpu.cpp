@@ -193,6 +193,32 @@ int aps_set_flush_to_zero(int on) {
 #endif
 }
 
+// Exponents from the largest magnitudes that a scan found, CPU or CUDA.
+void aps_finish_scan(ApsSegment* s, int64_t n_segs, const uint64_t* top, int stochastic) {
+    const int mode = stochastic ? APS_UP : APS_NEAREST;
+    for (int64_t k = 0; k < n_segs; ++k) {
+        s[k].exponent = s[k].flags & APS_RAW ? 0 : aps_exponent(top[k], s[k].dtype, aps_segment_format(s[k]), mode);
+    }
+}
+// The same for the sums of a reduce on the device: new exponents in s, acc_exp in the accumulation domain.
+void aps_finish_reduce(ApsSegment* s, int64_t n_segs, const uint64_t* top, int accumulate, int stochastic, int32_t* acc_exp) {
+    for (int64_t k = 0; k < n_segs; ++k) {
+        acc_exp[k] = APS_EXP_ZERO;
+        if (s[k].flags & APS_RAW) {
+            s[k].exponent = 0;
+        } else if (s[k].exponent != APS_EXP_ZERO && s[k].exponent != APS_EXP_NONFINITE) {
+            acc_exp[k] = APS_ACC_EXP;
+            if (accumulate != APS_SUM_FLOAT) continue;
+            acc_exp[k] = aps_exponent(top[k], APS_F64, aps_segment_format(s[k]), stochastic ? APS_UP : APS_NEAREST);
+            s[k].exponent = acc_exp[k] == APS_EXP_ZERO ? (int)APS_EXP_ZERO : s[k].exponent + acc_exp[k] - APS_ACC_EXP;
+        }
+    }
+}
+// The checks alone, for launchers that run elsewhere.
+int64_t aps_check_segments(const ApsSegment* s, int64_t n_segs, int uses_data, int64_t length) {
+    return check(s, n_segs, uses_data, length);
+}
+
 int64_t aps_scan(ApsSegment* s, int64_t n_segs, int stochastic) {
     int64_t bad = check(s, n_segs, true, -1);
     if (bad) return bad;
@@ -202,9 +228,7 @@ int64_t aps_scan(ApsSegment* s, int64_t n_segs, int stochastic) {
     for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end, int) {
         if (!(s[k].flags & APS_RAW)) atomic_max(&top[k], kernel.scan(s[k], begin, end));
     });
-    for (int64_t k = 0; k < n_segs; ++k) {
-        s[k].exponent = s[k].flags & APS_RAW ? 0 : aps_exponent(top[k], s[k].dtype, aps_segment_format(s[k]), stochastic ? APS_UP : APS_NEAREST);
-    }
+    aps_finish_scan(s, n_segs, top, stochastic);
     return 0;
 }
 
@@ -302,7 +326,7 @@ int64_t aps_measure_segments(ApsSegment* s, int64_t n_segs, const uint8_t* messa
             double part[4];
             aps_measure_chunk(s[k], f, message + s[k].offset, i, end, part);
             for (int c = 0; c < 3; ++c) total[c] += part[c];
-            if (!(part[3] <= total[3])) total[3] = part[3];
+            if (part[3] > total[3] || part[3] != part[3]) total[3] = part[3];
         }
     }
     return 0;

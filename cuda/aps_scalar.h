@@ -413,29 +413,11 @@ APS_FN ApsDecodePlan aps_decode_plan(ApsFormat f, int exponent, float factor, in
     p.emin_bits = p.wide ? 0u : aps_decode_emin_bits(f, p.fast ? exponent : APS_ACC_EXP);
     return p;
 }
-// Sum of n_in codes: true units if plan.fast, else the accumulation domain.
-APS_FN double aps_sum(const uint32_t* codes, int n_in, const ApsDecodePlan& p) {
-    const ApsFormat& f = p.format;
-    if (p.accumulate != APS_SUM_FLOAT) {
-        double acc = aps_decode_double(codes[0], f), lost = 0.0;
-        for (int j = 1; j < n_in; ++j) aps_add(&acc, &lost, aps_decode_double(codes[j], f), f, p.accumulate);
-        return acc * aps_pow2(APS_ACC_EXP - f.emax);
-    }
-    if (p.wide) {
-        double scale = aps_pow2(APS_ACC_EXP - f.emax), acc = aps_decode_double(codes[0], f) * scale;
-        for (int j = 1; j < n_in; ++j) acc += aps_decode_double(codes[j], f) * scale;
-        return acc;
-    }
-    int mag_bits = f.exp_bits + f.man_bits;
-    float acc = aps_decode_float(codes[0], p.emin_bits, f.man_bits, mag_bits);
-    for (int j = 1; j < n_in; ++j) acc += aps_decode_float(codes[j], p.emin_bits, f.man_bits, mag_bits);
-    return (double)acc;
-}
+// acc: true units if plan.fast, else the accumulation domain.
 APS_FN uint64_t aps_finish_plan(double acc, const ApsDecodePlan& p) {
     int shift = p.fast ? 0 : p.exponent - APS_ACC_EXP;
     return aps_finish(acc, p.factor, shift, p.wide || p.dtype == APS_F64, p.dtype);
 }
-APS_FN float aps_raw_sum(float acc, float x) { return acc + x; }
 
 // ---------------------------------------------------------------------------------------------- bits in a message
 // Code i of a segment that starts at base; reads only the bytes that hold it.
@@ -495,7 +477,7 @@ APS_FN void aps_measure_chunk(const ApsSegment& s, ApsFormat f, const uint8_t* b
         if (x != 0.0 && d == 0.0) lost += 1.0;
         error += (x - d) * (x - d);
         square += x * x;
-        if (!(magnitude <= largest)) largest = magnitude;
+        if (magnitude > largest || magnitude != magnitude) largest = magnitude;  // NaN stays
     }
     out[0] = lost;
     out[1] = error;

@@ -1,7 +1,7 @@
 """The HOROVOD_APS_* environment variables, read in this one place.
 
-    HOROVOD_APS_NUM_THREADS   threads of one CPU kernel call, default 1 (the ranks of a host already fill its cores)
-    HOROVOD_APS_AVX2          0 keeps the CPU kernels to the baseline instruction set, default 1
+HOROVOD_APS_NUM_THREADS   threads of one CPU kernel call, default 1 (a host runs one rank per core)
+HOROVOD_APS_AVX2          0 keeps the CPU kernels to the baseline instruction set, default 1
 """
 
 import os

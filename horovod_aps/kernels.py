@@ -1,7 +1,8 @@
 """The CPU kernels: table of segments, launchers over the compiled library, and array functions for `formats`.
 
-Flow of data: gradients -> scan -> (exponents shared) -> encode -> message -> reduce / decode -> gradients. Every
-launcher takes one contiguous array of dtype SEGMENT that describes a whole bucket of layers. ctypes releases the GIL.
+Flow of data: gradients -> scan -> (exponents shared) -> encode -> message -> reduce / decode -> gradients.
+Every launcher takes one contiguous array of dtype SEGMENT that describes a whole bucket of layers. ctypes
+releases the GIL.
 """
 
 import ctypes
@@ -58,6 +59,9 @@ _SIGNATURES: dict[str, list[Any]] = {
     "aps_residual_segments": [_PTR, _I64, _PTR, _I64],
     "aps_measure_segments": [_PTR, _I64, _PTR, _I64, _PTR],
     "aps_add_segments": [_PTR, _I64, _PTR],
+    "aps_check_segments": [_PTR, _I64, _I32, _I64],
+    "aps_finish_scan": [_PTR, _I64, _PTR, _I32],
+    "aps_finish_reduce": [_PTR, _I64, _PTR, _I32, _I32, _PTR],
     "aps_encode_array": [_PTR, _PTR, _I64, _I32, _I32, _I32, _I32, _I32, _I32, _U64],
     "aps_decode_array": [_PTR, _PTR, _I64, _I32, _I32, _I32, _I32],
     "aps_quantize_array": [_PTR, _PTR, _I64, _I32, _I32, _I32, _I32, _I32, _I32, _U64],
@@ -143,25 +147,27 @@ def seed_argument(seed: int | None, reduce: bool = False) -> tuple[int, int]:
 class CpuKernels:
     """Launchers of the CPU library; `CudaKernels` has the same methods.
 
-    A message is a uint8 array (or its address); messages and data must not overlap. Nothing outside a segment's bytes
-    is written. Malformed tables raise ValueError before anything is written. Rank and step belong in the seed: two
-    ranks that pass the same seed, uid and index draw the same random bits.
+    A message is a uint8 array (or its address); messages and data must not overlap. Nothing outside a
+    segment's bytes is written. Malformed tables raise ValueError before anything is written. Rank and step
+    belong in the seed: two ranks that pass the same seed, uid and index draw the same random bits.
     """
 
     def scan(self, segs: Array, stochastic: bool = False) -> None:
         """Set `exponent` to the least E at which the segment's largest |x|, rounded, fits the format.
 
-        All zero (or n = 0) gives EXP_ZERO, any NaN or Inf gives EXP_NONFINITE, RAW gives 0. With stochastic=True the
-        largest |x| itself fits, since it may be rounded up.
+        All zero (or n = 0) gives EXP_ZERO, any NaN or Inf gives EXP_NONFINITE, RAW gives 0. With
+        stochastic=True the largest |x| itself fits, since it may be rounded up.
         """
         check_segments("scan", segs)
         raise_on_error("scan", library().aps_scan(segs.ctypes.data, len(segs), int(stochastic)))
 
     def encode(self, segs: Array, message: Array, seed: int | None = None) -> None:
-        """Write round(x * 2^(emax - E)) of every element into the message, saturating; a seed means stochastic."""
+        """Write round(x * 2^(emax - E)) of every element, saturating; a seed makes it stochastic."""
         check_segments("encode", segs)
         address, length = message_address("encode", message)
-        status = library().aps_encode_segments(segs.ctypes.data, len(segs), address, length, *seed_argument(seed))
+        status = library().aps_encode_segments(
+            segs.ctypes.data, len(segs), address, length, *seed_argument(seed)
+        )
         raise_on_error("encode", status)
 
     def reduce(
@@ -172,7 +178,7 @@ class CpuKernels:
         out: Array,
         seed: int | None = None,
     ) -> None:
-        """Sum the inputs, write the new exponents into segs and the encoded sums into out at the same offsets.
+        """Sum the inputs; write new exponents into segs and the encoded sums into out at the same offsets.
 
         Modes 1 and 2 keep the exponent. An all-zero sum in mode 0 gets EXP_ZERO; EXP_NONFINITE stays.
         """
@@ -182,7 +188,15 @@ class CpuKernels:
         table, shortest = input_table("reduce", inputs, length if length >= 0 else None)
         stochastic, seed_bits = seed_argument(seed, reduce=True)
         status = library().aps_reduce_segments(
-            segs.ctypes.data, len(segs), table, len(inputs), accumulate, address, shortest, stochastic, seed_bits
+            segs.ctypes.data,
+            len(segs),
+            table,
+            len(inputs),
+            accumulate,
+            address,
+            shortest,
+            stochastic,
+            seed_bits,
         )
         raise_on_error("reduce", status)
 
@@ -213,7 +227,7 @@ class CpuKernels:
         )
 
     def measure(self, segs: Array, message: Message) -> npt.NDArray[np.float64]:
-        """Return per segment: nonzero elements that became 0, sum (x-d)^2, sum x^2, max |x|, in true units."""
+        """Return per segment: nonzero x that became 0, sum (x-d)^2, sum x^2, max |x|, in true units."""
         check_segments("measure", segs)
         address, length = message_address("measure", message)
         out = np.zeros((len(segs), 4))
@@ -222,7 +236,7 @@ class CpuKernels:
         return out
 
     def add(self, segs: Array, addresses: npt.NDArray[np.uint64]) -> None:
-        """Add `data` to the float32 arrays at `addresses`, one per segment: gradient plus carried-over error."""
+        """Add `data` to the float32 array at each segment's address: gradient plus carried-over error."""
         check_segments("add", segs)
         targets = np.ascontiguousarray(addresses, dtype=np.uint64)
         if targets.shape != segs.shape:
@@ -232,6 +246,14 @@ class CpuKernels:
     def zeros(self, n: int) -> npt.NDArray[np.float32]:
         """Return n float32 zeros in the memory that the kernels work in."""
         return np.zeros(n, dtype=np.float32)
+
+    def to_host(self, array: Array) -> Array:
+        """Return a NumPy copy of a buffer of `zeros`."""
+        return array.copy()
+
+    def from_host(self, values: Array) -> Array:
+        """Return a buffer like that of `zeros`, filled with values."""
+        return np.array(values, dtype=np.float32).reshape(-1)
 
     def address(self, array: Array) -> int:
         """Return the address of an array that `zeros` or `alloc` made."""
@@ -247,7 +269,7 @@ class CpuKernels:
         return memory[start : start + n_bytes]
 
 
-# Array functions: no scaling, the format's own domain. Inputs must be C-contiguous ----------------------------------
+# Array functions: no scaling, the format's own domain. Inputs must be C-contiguous --------------------------
 
 
 def _check_array(function: str, x: Array, dtype: int) -> None:
@@ -262,37 +284,65 @@ def _code_dtype(width: int) -> npt.DTypeLike:
 
 
 def quantize_array(
-    x: Array, dtype: int, exp_bits: int, man_bits: int, specials: bool, seed: int | None = None, saturate: bool = False
+    x: Array,
+    dtype: int,
+    exp_bits: int,
+    man_bits: int,
+    specials: bool,
+    seed: int | None = None,
+    saturate: bool = False,
 ) -> Array:
     """Return x rounded to the format, in x's own dtype; a bfloat16 array comes as its uint16 view.
 
-    With specials and not saturate, overflow gives Inf. NaN stays NaN, or becomes Inf (specials, man_bits 0), or zero
-    of the opposite sign (no specials), as ml_dtypes has it.
+    With specials and not saturate, overflow gives Inf. NaN stays NaN, or becomes Inf (specials, man_bits 0),
+    or zero of the opposite sign (no specials), as ml_dtypes has it.
     """
     _check_array("quantize_array", x, dtype)
     out = np.empty_like(x)
     status = library().aps_quantize_array(
-        x.ctypes.data, out.ctypes.data, x.size, dtype, exp_bits, man_bits, specials, saturate, *seed_argument(seed)
+        x.ctypes.data,
+        out.ctypes.data,
+        x.size,
+        dtype,
+        exp_bits,
+        man_bits,
+        specials,
+        saturate,
+        *seed_argument(seed),
     )
     raise_on_error("quantize_array", status)
     return out
 
 
 def encode_array(
-    x: Array, dtype: int, exp_bits: int, man_bits: int, specials: bool, seed: int | None = None, saturate: bool = False
+    x: Array,
+    dtype: int,
+    exp_bits: int,
+    man_bits: int,
+    specials: bool,
+    seed: int | None = None,
+    saturate: bool = False,
 ) -> Array:
-    """Return the codes of x in the least of uint8, uint16, uint32; rounding and overflow as in `quantize_array`."""
+    """Return the codes of x in the least of uint8, uint16, uint32; they round as in `quantize_array`."""
     _check_array("encode_array", x, dtype)
     out = np.empty(x.shape, dtype=_code_dtype(1 + exp_bits + man_bits))
     status = library().aps_encode_array(
-        x.ctypes.data, out.ctypes.data, x.size, dtype, exp_bits, man_bits, specials, saturate, *seed_argument(seed)
+        x.ctypes.data,
+        out.ctypes.data,
+        x.size,
+        dtype,
+        exp_bits,
+        man_bits,
+        specials,
+        saturate,
+        *seed_argument(seed),
     )
     raise_on_error("encode_array", status)
     return out
 
 
 def decode_array(codes: Array, exp_bits: int, man_bits: int, specials: bool) -> npt.NDArray[np.float32]:
-    """Return the values of integer codes as float32; only the top binade of e = 8 without specials overflows it."""
+    """Return the values of codes as float32; only the top binade of e = 8 without specials overflows."""
     codes = np.ascontiguousarray(codes, dtype=_code_dtype(1 + exp_bits + man_bits)).reshape(codes.shape)
     out = np.empty(codes.shape, dtype=np.float32)
     status = library().aps_decode_array(
@@ -303,10 +353,12 @@ def decode_array(codes: Array, exp_bits: int, man_bits: int, specials: bool) -> 
 
 
 def pack_codes(codes: Array, width: int) -> npt.NDArray[np.uint8]:
-    """Return the low `width` bits of every code, densely packed little-endian; the last byte is zero padded."""
+    """Return the low `width` bits of every code, packed little-endian; the last byte is zero padded."""
     flat = np.ascontiguousarray(codes, dtype=_code_dtype(width)).reshape(-1)
     out = np.empty((flat.size * width + 7) // 8, dtype=np.uint8)
-    raise_on_error("pack_codes", library().aps_pack_codes(flat.ctypes.data, flat.size, width, out.ctypes.data))
+    raise_on_error(
+        "pack_codes", library().aps_pack_codes(flat.ctypes.data, flat.size, width, out.ctypes.data)
+    )
     return out
 
 

@@ -1,0 +1,226 @@
+"""The CUDA kernels: launchers with the methods of `kernels.CpuKernels`, over the same table of segments.
+
+The sources in `horovod_aps/cuda` are compiled once per device by CuPy's NVRTC. Segments hold device
+addresses, which the frontends take from tensors without a copy (DLPack or `__cuda_array_interface__`);
+messages are pinned host memory that MPI and the kernels both reach. The module that stands for the device is
+passed in, so the tests run these launchers on the host with a stand-in for CuPy.
+"""
+
+import threading
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import kernels as host
+from .kernels import Array, Message
+
+TILE = 4096  # elements per tile, as APS_TILE in aps_kernels.cu
+MEASURE_CHUNK = 256  # as APS_MEASURE_CHUNK in aps_scalar.h
+TILE_DTYPE = np.dtype([("segment", np.int64), ("begin", np.int64)])
+OPTIONS = ("-std=c++17", "--fmad=false")  # a fused multiply-add would change the last bit
+
+_modules: dict[tuple[int, int], Any] = {}
+_lock = threading.Lock()
+
+
+def source_folder() -> Path:
+    """Return the folder with aps_kernels.cu and aps_scalar.h, in a wheel or in a checkout."""
+    package = import_module("horovod_aps.cuda")
+    assert package.__file__ is not None
+    return Path(package.__file__).parent
+
+
+def tiles_of(segs: Array, size: int) -> Array:
+    """Return the table that cuts every segment into tiles of `size` elements."""
+    counts = -(-segs["n"] // size)
+    tiles = np.empty(int(counts.sum()), dtype=TILE_DTYPE)
+    tiles["segment"] = np.repeat(np.arange(len(segs)), counts)
+    first = np.cumsum(counts) - counts
+    tiles["begin"] = (np.arange(len(tiles)) - np.repeat(first, counts)) * size
+    return tiles
+
+
+class CudaKernels:
+    """Launchers for the current device of `device` (CuPy unless another module is given).
+
+    `stream` is the address of the framework's current CUDA stream; set it before a call when it changes.
+    Every call waits for its kernels: the host reads exponents and messages next, or reuses the message.
+    """
+
+    def __init__(self, device: Any = None, stream: int = 0, block: int = 256, max_grid: int = 65535) -> None:
+        if not 1 <= block <= 1024:
+            raise ValueError(f"CudaKernels: block must be in 1..1024, got {block}")
+        if max_grid < 1:
+            raise ValueError(f"CudaKernels: max_grid must be at least 1, got {max_grid}")
+        self.device = import_module("cupy") if device is None else device
+        self.stream = stream
+        self.block, self.max_grid = block, max_grid
+
+    # Launching ----------------------------------------------------------------------------------------------
+
+    def _module(self) -> Any:
+        key = (id(self.device), int(self.device.cuda.Device().id))
+        with _lock:
+            if key not in _modules:
+                folder = source_folder()
+                code = (folder / "aps_kernels.cu").read_text()
+                _modules[key] = self.device.RawModule(code=code, options=(*OPTIONS, f"-I{folder}"))
+            return _modules[key]
+
+    def _launch(self, name: str, n_work: int, *arguments: Any) -> None:
+        if n_work:
+            grid = min(n_work, self.max_grid)
+            self._module().get_function(name)((grid,), (self.block,), arguments)
+
+    def _on_stream(self) -> Any:
+        return self.device.cuda.ExternalStream(self.stream)
+
+    def _tables(self, segs: Array, size: int = TILE) -> tuple[Any, Any, np.int64]:
+        tiles = tiles_of(segs, size)
+        to_device = self.device.asarray
+        return to_device(segs.view(np.uint8)), to_device(tiles.view(np.uint8)), np.int64(len(tiles))
+
+    def _check(self, function: str, segs: Array, uses_data: bool, length: int) -> None:
+        host.check_segments(function, segs)
+        status = host.library().aps_check_segments(segs.ctypes.data, len(segs), int(uses_data), length)
+        host.raise_on_error(function, status)
+
+    def _inputs(self, function: str, inputs: Sequence[Message], length: int | None) -> tuple[Any, int]:
+        table, shortest = host.input_table(function, inputs, length)
+        addresses = np.array([table[j] or 0 for j in range(len(inputs))], dtype=np.uint64)
+        if not addresses.all():
+            raise ValueError(f"{function}: address must not be null")
+        return self.device.asarray(addresses), shortest
+
+    # The operations -----------------------------------------------------------------------------------------
+
+    def scan(self, segs: Array, stochastic: bool = False) -> None:
+        """Set `exponent` of every segment; see CpuKernels.scan."""
+        self._check("scan", segs, True, -1)
+        with self._on_stream() as stream:
+            table, tiles, n_tiles = self._tables(segs)
+            top = self.device.zeros(len(segs), dtype=np.uint64)
+            self._launch("scan_kernel", int(n_tiles), table, tiles, n_tiles, top)
+            found = np.ascontiguousarray(top.get())
+            stream.synchronize()
+        host.library().aps_finish_scan(segs.ctypes.data, len(segs), found.ctypes.data, int(stochastic))
+
+    def encode(self, segs: Array, message: Array, seed: int | None = None) -> None:
+        """Write the codes of every element into the message; see CpuKernels.encode."""
+        address, length = host.message_address("encode", message)
+        self._check("encode", segs, True, length)
+        stochastic, bits = host.seed_argument(seed)
+        with self._on_stream() as stream:
+            table, tiles, n_tiles = self._tables(segs)
+            arguments = (np.uint64(address), np.int32(stochastic), np.uint64(bits))
+            self._launch("encode_kernel", int(n_tiles), table, tiles, n_tiles, *arguments)
+            stream.synchronize()
+
+    def reduce(
+        self, segs: Array, inputs: Sequence[Message], accumulate: int, out: Array, seed: int | None = None
+    ) -> None:
+        """Sum the inputs and encode the sums into out with new exponents; see CpuKernels.reduce."""
+        host.check_accumulate("reduce", accumulate)
+        address, length = host.message_address("reduce", out)
+        stochastic, bits = host.seed_argument(seed, reduce=True)
+        with self._on_stream() as stream:
+            sources, shortest = self._inputs("reduce", inputs, length if length >= 0 else None)
+            self._check("reduce", segs, False, shortest)
+            table, tiles, n_tiles = self._tables(segs)
+            found = np.zeros(len(segs), dtype=np.uint64)
+            common = (table, tiles, n_tiles, sources, np.int32(len(inputs)))
+            if accumulate == host.SUM_FLOAT:
+                top = self.device.zeros(len(segs), dtype=np.uint64)
+                self._launch("reduce_scan_kernel", int(n_tiles), *common, top)
+                found = np.ascontiguousarray(top.get())
+                stream.synchronize()
+            exponents = np.empty(len(segs), dtype=np.int32)
+            host.library().aps_finish_reduce(
+                segs.ctypes.data, len(segs), found.ctypes.data, accumulate, stochastic, exponents.ctypes.data
+            )
+            acc_exp = self.device.asarray(exponents)
+            rest = (np.int32(accumulate), acc_exp, np.uint64(address), np.int32(stochastic), np.uint64(bits))
+            self._launch("reduce_kernel", int(n_tiles), *common, *rest)
+            stream.synchronize()
+
+    def decode(
+        self,
+        segs: Array,
+        inputs: Sequence[Message],
+        accumulate: int = host.SUM_FLOAT,
+        length: int | None = None,
+    ) -> None:
+        """Sum the inputs, scale back and store in `data`; see CpuKernels.decode."""
+        host.check_accumulate("decode", accumulate)
+        with self._on_stream() as stream:
+            sources, shortest = self._inputs("decode", inputs, length)
+            self._check("decode", segs, True, shortest)
+            table, tiles, n_tiles = self._tables(segs)
+            arguments = (sources, np.int32(len(inputs)), np.int32(accumulate))
+            self._launch("decode_kernel", int(n_tiles), table, tiles, n_tiles, *arguments)
+            stream.synchronize()
+
+    def residual(self, segs: Array, message: Message) -> None:
+        """Subtract from `data` what the own message decodes to; see CpuKernels.residual."""
+        address, length = host.message_address("residual", message)
+        self._check("residual", segs, True, length)
+        with self._on_stream() as stream:
+            table, tiles, n_tiles = self._tables(segs)
+            self._launch("residual_kernel", int(n_tiles), table, tiles, n_tiles, np.uint64(address))
+            stream.synchronize()
+
+    def measure(self, segs: Array, message: Message) -> npt.NDArray[np.float64]:
+        """Return lost elements, squared error, squares and largest magnitude; see CpuKernels.measure."""
+        address, length = host.message_address("measure", message)
+        self._check("measure", segs, True, length)
+        result = np.zeros((len(segs), 4))
+        with self._on_stream() as stream:
+            table, chunks, n_chunks = self._tables(segs, MEASURE_CHUNK)
+            out = self.device.zeros(4 * int(n_chunks), dtype=np.float64)
+            n_blocks = -(-int(n_chunks) // self.block)
+            self._launch("measure_kernel", n_blocks, table, chunks, n_chunks, np.uint64(address), out)
+            parts = np.asarray(out.get()).reshape(-1, 4)
+            stream.synchronize()
+        bounds = np.concatenate(([0], np.cumsum(-(-segs["n"] // MEASURE_CHUNK))))
+        for k in range(len(segs)):
+            mine = parts[bounds[k] : bounds[k + 1]]
+            if len(mine):  # a running sum adds in order, as the CPU does
+                result[k, :3] = np.cumsum(mine[:, :3], axis=0)[-1]
+                result[k, 3] = mine[:, 3].max()
+        return result
+
+    def add(self, segs: Array, addresses: npt.NDArray[np.uint64]) -> None:
+        """Add `data` to the float32 arrays at `addresses`; see CpuKernels.add."""
+        self._check("add", segs, True, -1)
+        targets = np.ascontiguousarray(addresses, dtype=np.uint64)
+        if targets.shape != segs.shape:
+            raise ValueError(f"add: addresses must have one entry per segment, got {targets.shape}")
+        if not targets[segs["n"] > 0].all():
+            raise ValueError("add: address must not be null")
+        with self._on_stream() as stream:
+            table, tiles, n_tiles = self._tables(segs)
+            self._launch("add_kernel", int(n_tiles), table, tiles, n_tiles, self.device.asarray(targets))
+            stream.synchronize()
+
+    # Memory -------------------------------------------------------------------------------------------------
+
+    def alloc(self, n_bytes: int) -> npt.NDArray[np.uint8]:
+        """Return n_bytes of zeroed pinned host memory, which the device reads and writes in place."""
+        if n_bytes < 0:
+            raise ValueError(f"alloc: n_bytes must not be negative, got {n_bytes}")
+        memory = self.device.cuda.alloc_pinned_memory(max(n_bytes, 1))
+        array = np.frombuffer(memory, dtype=np.uint8, count=n_bytes)
+        array.fill(0)
+        return array
+
+    def zeros(self, n: int) -> Any:
+        """Return n float32 zeros on the device."""
+        return self.device.zeros(n, dtype=np.float32)
+
+    def address(self, array: Any) -> int:
+        """Return the address of an array that `zeros` or `alloc` made."""
+        return int(array.ctypes.data) if isinstance(array, np.ndarray) else int(array.data.ptr)

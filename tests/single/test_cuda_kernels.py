@@ -1,0 +1,214 @@
+"""CUDA kernels without a GPU: they compile for real GPUs, and give the bits of the CPU library.
+
+Oracle: CpuKernels (itself tested against NumPy in test_kernels.py), zero tolerance.
+"""
+
+import ctypes
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import cuda_standin  # noqa: E402
+
+from horovod_aps import cuda_kernels as C  # noqa: E402
+from horovod_aps import kernels as K  # noqa: E402
+
+SIZES = [0, 1, 7, 8, 9, 1023, 1025, 4096, 4099]
+FORMATS = [(4, 3), (5, 2), (3, 0), (3, 2), (5, 10), (8, 7), (8, 23), (7, 23), (2, 12), (1, 2), (1, 6), (6, 1)]
+LAUNCHES = [(1, 1), (32, 2), (256, 65535), (100, 3)]
+ITEM = [4, 8, 2, 2]
+
+
+def bits_of(values: np.ndarray, dtype: int) -> np.ndarray:
+    """Values as an array of the segment dtype code; bfloat16 by truncation, as uint16."""
+    if dtype == K.BFLOAT16:
+        return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    with np.errstate(over="ignore"):
+        return values.astype([np.float32, np.float64, np.float16][dtype])
+
+
+def make_bucket(rng: np.random.Generator, n_rows: int) -> tuple[np.ndarray, list[np.ndarray], int]:
+    """A table of segments of random format, dtype, size and scale, some zero, some raw, some not finite."""
+    segs = np.zeros(n_rows, dtype=K.SEGMENT)
+    arrays, offset = [], 0
+    for row in segs:
+        n = int(rng.choice(SIZES))
+        dtype = int(rng.integers(4))
+        scale = 10.0 ** rng.choice([-44, -39, -20, -3, 0, 5, 30, 37])
+        values = rng.standard_normal(n) * np.exp2(rng.integers(-20, 2, n)) * scale
+        if n and rng.random() < 0.1:
+            values[rng.integers(n)] = rng.choice([np.nan, np.inf])
+        if rng.random() < 0.1:
+            values[:] = 0
+        array = bits_of(values, dtype)
+        exp_bits, man_bits = FORMATS[rng.integers(len(FORMATS))]
+        flags = K.SPECIALS if rng.random() < 0.6 else 0
+        if rng.random() < 0.1:
+            flags, exp_bits, man_bits = K.RAW, 8, 23
+        row["data"], row["n"], row["offset"] = array.ctypes.data, n, offset
+        row["factor"] = rng.choice([1.0, 0.5, 1 / 3, -2.0, 1e-30, 1e-42, 0.0])
+        row["exp_bits"], row["man_bits"], row["flags"], row["dtype"] = exp_bits, man_bits, flags, dtype
+        row["uid"], row["first"] = rng.integers(2**32), rng.choice([0, 8, 2**32 - 16, 2**40])
+        offset += (n * (32 if flags == K.RAW else 1 + exp_bits + man_bits) + 7) // 8 + int(rng.integers(4))
+        arrays.append(array)
+    return segs, arrays, offset + 8
+
+
+def aimed(segs: np.ndarray, arrays: list[np.ndarray]) -> np.ndarray:
+    table = segs.copy()
+    table["data"] = [array.ctypes.data for array in arrays]
+    return table
+
+
+def both(block: int, max_grid: int) -> list[Any]:
+    return [K.CpuKernels(), C.CudaKernels(cuda_standin, stream=77, block=block, max_grid=max_grid)]
+
+
+@pytest.mark.parametrize(("block", "max_grid"), LAUNCHES)
+@pytest.mark.parametrize("seed", [None, 12345])
+def test_cuda_kernels_agree_with_cpu_bit_for_bit(block: int, max_grid: int, seed: int | None) -> None:
+    rng = np.random.default_rng([block, max_grid, seed is None])
+    for accumulate in (0, 1, 2):
+        segs, arrays, length = make_bucket(rng, 24)
+        results = []
+        for kernels in both(block, max_grid):
+            copies = [array.copy() for array in arrays]
+            table = aimed(segs, copies)
+            kernels.scan(table, stochastic=seed is not None)
+            exponents = table["exponent"].copy()
+            messages = [kernels.alloc(length) for _ in range(4)]
+            for message in messages:
+                message.fill(0xA5)  # what lies between the segments must stay
+            for k in range(3):
+                kernels.encode(table, messages[k], None if seed is None else seed + k)
+            measured = kernels.measure(table, messages[0])
+            kept = [np.ones(len(array), dtype=np.float32) for array in copies]
+            kernels.add(table, np.array([array.ctypes.data for array in kept], dtype=np.uint64))
+            kernels.residual(table, messages[0])
+            reduced = table.copy()
+            kernels.reduce(reduced, messages[:3], accumulate, messages[3], seed)
+            outputs = [np.zeros_like(array) for array in arrays]
+            kernels.decode(aimed(table, outputs), messages[:3], accumulate)
+            outputs2 = [np.zeros_like(array) for array in arrays]
+            kernels.decode(aimed(reduced, outputs2), messages[3:])
+            results.append(
+                [exponents, *messages, measured, *kept, *copies, reduced["exponent"], *outputs, *outputs2]
+            )
+        for index, (expected, got) in enumerate(zip(*results, strict=True)):
+            same = expected.tobytes() == got.tobytes()
+            if index == 5:  # the sign of a NaN among the measured sums depends on the compiler
+                same = np.array_equal(expected, got, equal_nan=True)
+            assert same, f"accumulate {accumulate}, result {index}"
+
+
+def test_cuda_kernels_run_on_the_given_stream() -> None:
+    kernels = C.CudaKernels(cuda_standin, stream=4242)
+    cuda_standin.cuda.entered.clear()
+    segs = np.zeros(1, dtype=K.SEGMENT)
+    segs["exp_bits"], segs["man_bits"] = 4, 3
+    kernels.scan(segs)
+    assert cuda_standin.cuda.entered == [4242]
+
+
+def test_cuda_kernels_module_is_compiled_once_per_device() -> None:
+    first, second = C.CudaKernels(cuda_standin), C.CudaKernels(cuda_standin)
+    assert first._module() is second._module()
+
+
+def test_cuda_kernels_zeros_and_address_name_the_same_memory() -> None:
+    kernels = C.CudaKernels(cuda_standin)
+    assert kernels.address(kernels.zeros(3)) % 4 == 0
+    message = kernels.alloc(16)
+    assert kernels.address(message) == message.ctypes.data
+    assert len(kernels.alloc(0)) == 0
+
+
+@pytest.mark.parametrize("name", ["CpuKernels", "CudaKernels"])
+def test_kernels_refuse_malformed_tables(name: str) -> None:
+    kernels = both(32, 4)[name == "CudaKernels"]
+    x = np.ones(16, dtype=np.float32)
+    good = np.zeros(1, dtype=K.SEGMENT)
+    good["data"], good["n"], good["exp_bits"], good["man_bits"] = x.ctypes.data, 16, 4, 3
+    message = kernels.alloc(16)
+    kernels.encode(good, message)
+    for field, value, words in [
+        ("exp_bits", 0, "exp_bits must be in 1..8"),
+        ("exp_bits", 9, "exp_bits must be in 1..8"),
+        ("man_bits", 24, "man_bits in 0..23"),
+        ("dtype", 4, "dtype must be in 0..3"),
+        ("data", 0, "null"),
+        ("n", -1, "out of range"),
+        ("offset", 1, "inside its message"),
+        ("offset", -1, "inside its message"),
+    ]:
+        bad = good.copy()
+        bad[field] = value
+        with pytest.raises(ValueError, match=words):
+            kernels.encode(bad, message)
+    with pytest.raises(ValueError, match="at least 1 message"):
+        kernels.decode(good, [])
+    with pytest.raises(ValueError, match="accumulate must be in 0..2, got 3"):
+        kernels.decode(good, [message], 3)
+    with pytest.raises(TypeError, match="dtype SEGMENT"):
+        kernels.scan(np.zeros(3))
+    with pytest.raises(ValueError, match="null"):
+        kernels.decode(good, [0])
+
+
+def nvrtc() -> ctypes.CDLL:
+    spec = find_spec("nvidia.cuda_nvrtc")
+    assert spec is not None and spec.submodule_search_locations, "pip install -r requirements.txt"
+    folder = Path(spec.submodule_search_locations[0]) / "lib"
+    return ctypes.CDLL(str(next(folder.glob("libnvrtc.so*"))))
+
+
+@pytest.mark.parametrize("architecture", ["sm_70", "sm_80", "sm_90"])
+def test_cuda_source_compiles_with_nvrtc(architecture: str) -> None:
+    """Oracle: NVIDIA's run-time compiler, the one that CuPy calls."""
+    library = nvrtc()
+    folder = C.source_folder()
+    program = ctypes.c_void_p()
+    code = (folder / "aps_kernels.cu").read_bytes()
+    assert library.nvrtcCreateProgram(ctypes.byref(program), code, b"aps_kernels.cu", 0, None, None) == 0
+    options = [f"--gpu-architecture={architecture}", f"-I{folder}", *C.OPTIONS]
+    table = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
+    status = library.nvrtcCompileProgram(program, len(options), table)
+    size = ctypes.c_size_t()
+    library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    library.nvrtcGetProgramLog(program, log)
+    assert status == 0, log.value.decode()
+    assert library.nvrtcGetCUBINSize(program, ctypes.byref(size)) == 0
+    binary = ctypes.create_string_buffer(size.value)
+    assert library.nvrtcGetCUBIN(program, binary) == 0
+    for name in ["scan", "encode", "decode", "reduce_scan", "reduce", "residual", "add", "measure"]:
+        assert f"{name}_kernel".encode() in binary.raw
+
+
+@pytest.mark.slow
+def test_cuda_source_compiles_with_nvcc_where_installed(tmp_path: Path) -> None:
+    """Oracle: nvcc; without it the NVRTC test is the proof, and this one checks that it is absent indeed."""
+    compiler = shutil.which("nvcc")
+    if compiler is None:
+        assert not Path("/usr/local/cuda/bin/nvcc").exists(), "nvcc is installed but not on PATH"
+        return
+    source = C.source_folder() / "aps_kernels.cu"
+    command = [
+        compiler,
+        "-arch=sm_80",
+        *C.OPTIONS,
+        "-cubin",
+        str(source),
+        "-o",
+        str(tmp_path / "kernels.cubin"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "kernels.cubin").stat().st_size > 0
