@@ -1,0 +1,140 @@
+"""Runs the files of tests/parallel under mpirun and horovodrun; one launch per set of files, since starting costs most.
+
+A launch passes if every rank ran at least one test, all ranks ran the same number, and none failed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PARALLEL = ROOT / "tests" / "parallel"
+ENVIRONMENT = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMP_NUM_THREADS": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "PYTHONFAULTHANDLER": "1",
+}
+HOROVODRUN = Path(sys.executable).parent / "horovodrun"
+TORCH_FILES = ("test_torch_allreduce.py", "test_torch_optimizer.py", "test_torch_faults.py", "test_simulate.py")
+
+
+def launcher(kind: str, n_ranks: int) -> list[str]:
+    """The command in front of what every rank runs."""
+    if kind == "mpirun":
+        # Yielding helps: here ranks share cores, and a rank that spins keeps the one it waits for from running.
+        return ["mpirun", "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1", "-np", str(n_ranks)]
+    command = [str(HOROVODRUN), "--gloo" if kind == "gloo" else "--mpi", "-np", str(n_ranks)]
+    if kind == "horovodrun-mpi":
+        command += ["--mpi-args=--oversubscribe --bind-to none"]
+    return command
+
+
+def run(command: Sequence[str], limit: float, env: dict[str, str]) -> tuple[int | None, str]:
+    """Exit code (None if it took longer than `limit` seconds and was killed) and output of a launch."""
+    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **ENVIRONMENT, **env}, text=True,
+                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               start_new_session=True)
+    try:
+        output, _ = process.communicate(timeout=limit)
+        return process.returncode, output
+    except subprocess.TimeoutExpired:
+        process.terminate()  # launchers end their ranks when asked politely
+        try:
+            output, _ = process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+        return None, output
+
+
+def launch(kind: str, n_ranks: int, files: Sequence[str], log_dir: Path, *, limit: float = 240,
+           marker: str = "not slow", env: dict[str, str] | None = None) -> None:
+    """Run test files on all ranks; fails with the output and each rank's log."""
+    paths = [str(PARALLEL / name) for name in files if (PARALLEL / name).exists()]
+    assert paths, f"none of {', '.join(files)} exists"
+    command = [*launcher(kind, n_ranks), sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
+               "-o", "faulthandler_timeout=60", "-m", marker, *paths]
+    start = time.monotonic()
+    code, output = run(command, limit, {"HOROVOD_APS_TEST_LOG": str(log_dir), **(env or {})})
+    logs = {rank: _read(log_dir / f"rank{rank}.log") for rank in range(n_ranks)}
+    endings = [re.search(r"finished with 0: (\d+) collected, 0 failed", log) for log in logs.values()]
+    counts = {match[1] for match in endings if match}
+    if code == 0 and all(endings) and len(counts) == 1 and counts != {"0"}:
+        return
+    reason = f"no end after {limit:.0f} s" if code is None else f"exit code {code}"
+    tails = "\n".join(f"--- rank {rank} ---\n{log[-3000:]}" for rank, log in logs.items())
+    pytest.fail(f"{' '.join(command)}\n{reason}, {time.monotonic() - start:.0f} s\n{output[-15000:]}\n{tails}",
+                pytrace=False)
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else "(this rank has run nothing)"
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3])
+@pytest.mark.parametrize("kind", ["mpirun", "gloo"])
+def test_torch(kind, n_ranks, tmp_path):
+    launch(kind, n_ranks, TORCH_FILES, tmp_path)
+
+
+def test_torch_horovodrun_mpi(tmp_path):
+    launch("horovodrun-mpi", 2, TORCH_FILES[:2], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mpirun", "gloo"])
+def test_torch_four_ranks(kind, tmp_path):
+    launch(kind, 4, TORCH_FILES, tmp_path, limit=480)
+
+
+@pytest.mark.slow
+def test_torch_slow(tmp_path):
+    launch("mpirun", 2, TORCH_FILES, tmp_path, limit=480, marker="slow")
+
+
+def test_torch_digits(tmp_path):
+    launch("mpirun", 2, ["test_torch_digits.py"], tmp_path)
+
+
+TENSORFLOW = [name for name in ("test_tensorflow.py", "test_keras3.py", "test_tf_keras.py") if (PARALLEL / name).exists()]
+
+
+@pytest.mark.skipif(not TENSORFLOW, reason="there are no TensorFlow tests in this tree")
+@pytest.mark.parametrize("kind", ["mpirun", "gloo"])
+@pytest.mark.parametrize("file", TENSORFLOW)
+def test_tensorflow(file, kind, tmp_path):
+    legacy = {"TF_USE_LEGACY_KERAS": "1"} if file == "test_tf_keras.py" else {}
+    launch(kind, 2, [file], tmp_path, env=legacy)
+
+
+FAILING = """
+import os, time
+def test_fails_on_one_rank():
+    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["HOROVOD_RANK"])
+    assert rank != 1, "as it should"
+    time.sleep(600)  # as in a collective that the other rank never joins
+"""
+
+
+@pytest.mark.parametrize("kind", ["mpirun", "gloo"])
+def test_launch_reports_a_failing_rank_and_does_not_hang(kind, tmp_path):
+    """The launcher itself can fail: one rank fails, the other waits for it."""
+    (tmp_path / "test_failing.py").write_text(FAILING)
+    shutil.copy(PARALLEL / "conftest.py", tmp_path)
+    start = time.monotonic()
+    with pytest.raises(pytest.fail.Exception, match="rank 1: .*test_fails_on_one_rank") as caught:
+        launch(kind, 2, [str(tmp_path / "test_failing.py")], tmp_path)
+    assert "as it should" in str(caught.value)
+    assert time.monotonic() - start < 120
