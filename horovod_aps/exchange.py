@@ -30,7 +30,8 @@ from horovod_aps.transport import LocalTransport, Request, Transport
 
 ACCUMULATE_CODES = {"float32": SUM_FLOAT, "format": SUM_FORMAT, "kahan": SUM_KAHAN}
 MAX_PLANS = 64  # batches remembered; an older one is agreed on anew when it comes back
-POLL_SECONDS = 50e-6
+POLL_SECONDS = 50e-6  # between looks at the network while there is nothing else to do
+LOOK_SECONDS = 500e-6  # between looks from within backward
 HEADER_WORDS = 5  # digest, its negation, and a flag, ahead of the exponents of a bucket
 
 Steps = Generator[Request, None, None]
@@ -88,26 +89,20 @@ class _Flight:
     arrived: list[int]
     layers: dict[str, Layer] = field(default_factory=dict)
     jobs: list[_Job] = field(default_factory=list)
+    n_launched: int = 0
     n_agreed: int = 0
     broken: bool = False
+    next_look: float = 0.0
 
-    @property
-    def n_launched(self) -> int:
-        return len(self.jobs)
-
-    def finished_names(self) -> set[str]:
-        """Layers whose bucket was launched and agreed on."""
-        names = set()
-        for job in self.jobs[:self.n_agreed]:
-            names.update(self.plan.specs[i].name for i in self.plan.buckets[job.index].layers)
-        return names
+    def agreed_names(self) -> set[str]:
+        """Layers of the buckets that were launched and agreed on; buckets are agreed on in order."""
+        return {self.plan.specs[i].name for bucket in self.plan.buckets[:self.n_agreed] for i in bucket.layers}
 
 
 class _Job:
     """One bucket going through the phases; `step` moves it on when what it waits for is done."""
 
-    def __init__(self, index: int, steps: Steps) -> None:
-        self.index = index
+    def __init__(self, steps: Steps) -> None:
         self._steps = steps
         self._request: Request | None = next(steps)
 
@@ -155,7 +150,7 @@ class Exchange:
                 self._flight = self._take_off(self._plan_of[layer.name])
             if self._flight is not None:
                 self._arrive(self._flight, layer)
-                self._advance(self._flight)
+                self._look_after(self._flight)
 
     def flush(self) -> None:
         """Reduce everything that was submitted; on return all targets hold their results."""
@@ -181,7 +176,7 @@ class Exchange:
                         self._arrive(flight, layer)
             if flight is not None:
                 yield from self._fly(flight)
-                done = flight.finished_names()
+                done = flight.agreed_names()
             rest = [layer for name, layer in batch.items() if name not in done]
             if rest:
                 yield from self._reduce_unplanned(batch, rest, announced=flight is not None and flight.broken)
@@ -257,7 +252,7 @@ class Exchange:
         for layer in ranked:
             self._arrive(flight, layer)
         yield from self._fly(flight)
-        if flight.finished_names() != {layer.name for layer in ranked}:
+        if flight.agreed_names() != {layer.name for layer in ranked}:
             raise RuntimeError("APSCompressor: ranks agreed on a batch and then sent different ones; please report this")
 
     def _remember(self, specs: list[LayerSpec]) -> Plan:
@@ -295,22 +290,33 @@ class Exchange:
         not leave messages behind that nobody will ever answer.
         """
         moved = False
-        while (not flight.broken and flight.n_launched < len(flight.plan.buckets)
-               and flight.arrived[flight.n_launched] == 0
-               and flight.n_agreed >= (flight.n_launched if self.transport.overlaps else min(1, flight.n_launched))):
-            index = flight.n_launched
-            flight.jobs.append(_Job(index, self._reduce_bucket(flight, index)))
+        while self._may_launch(flight):
+            flight.jobs.append(_Job(self._reduce_bucket(flight, flight.n_launched)))
+            flight.n_launched += 1
             moved = True
         for job in flight.jobs:
-            if not job.finished and job.step():
-                moved = True
+            moved |= job.step()
+        if moved:
+            flight.jobs = [job for job in flight.jobs if not job.finished]
         return moved
+
+    def _may_launch(self, flight: _Flight) -> bool:
+        index = flight.n_launched
+        return (not flight.broken and index < len(flight.plan.buckets) and flight.arrived[index] == 0
+                and flight.n_agreed >= (index if self.transport.overlaps else min(1, index)))
+
+    def _look_after(self, flight: _Flight) -> None:
+        """Move the flight on from within backward, but not so often that looking costs more than it brings."""
+        now = time.perf_counter()
+        if now >= flight.next_look or self._may_launch(flight):
+            self._advance(flight)
+            flight.next_look = time.perf_counter() + LOOK_SECONDS
 
     def _fly(self, flight: _Flight) -> Generator[bool, None, None]:
         """Bring every bucket that can be launched home."""
         while True:
             moved = self._advance(flight)
-            if all(job.finished for job in flight.jobs) and not moved:
+            if not flight.jobs and not moved:
                 return
             yield moved
 
