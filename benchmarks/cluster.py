@@ -18,62 +18,46 @@ behind is removed by the next Cluster, or by `python benchmarks/cluster.py --swe
 
 import argparse
 import atexit
-import contextlib
 import fcntl
 import itertools
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Self
+
+# Also when this file is imported as benchmarks.cluster, or by path.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from netns import (
+    ENTER_SCRIPT,
+    ETC_NETNS,
+    SIGNALS,
+    SSH_SCRIPT,
+    STATE,
+    ClusterError,
+    ClusterTimeout,
+    interface_bytes,
+    kill_namespace,
+    kill_tree,
+    missing,
+    mutex,
+    remove,
+    run_tool,
+    signals_blocked,
+    sweep,
+)
+
+__all__ = ["Cluster", "ClusterError", "ClusterTimeout", "interface_bytes", "missing", "rate_in_bits", "sweep"]
 
 SUBNET = "10.77.0"
-STATE = Path("/run/horovod_aps_clusters")
-NETNS = Path("/run/netns")
-ETC_NETNS = Path("/etc/netns")
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _serial = itertools.count()
-
-# Enter a host: its namespace (with its /etc/hosts), its cores, its host name.
-_ENTER = """#!/bin/sh
-host=$1; shift
-cores=$(cat "$(dirname "$0")/$host.cores") || exit 255
-exec ip netns exec "$host" taskset -c "$cores" unshare -u \\
-    sh -c 'echo "$0" >/proc/sys/kernel/hostname && exec "$@"' "$host" "$@"
-"""
-# What mpirun's plm_rsh_agent and horovodrun call as `ssh [options] host [options] command...`.
-_SSH = """#!/bin/sh
-host=
-while [ $# -gt 0 ]; do
-    case $1 in
-        -[bcDEeFIiJLlmOopQRSWw]) shift 2 ;;
-        -*) shift ;;
-        *) [ -z "$host" ] || break; host=${1#*@}; shift ;;
-    esac
-done
-exec "$(dirname "$0")/enter" "$host" sh -c "$*"
-"""
-
-
-class ClusterError(RuntimeError):
-    """The hosts cannot be built here, or a command that builds them failed."""
-
-
-class ClusterTimeout(ClusterError):
-    """A launched command took too long and was killed; `output` holds what it had printed."""
-
-    def __init__(self, message: str, output: str) -> None:
-        super().__init__(message)
-        self.output = output
 
 
 def rate_in_bits(rate: str) -> float:
@@ -82,42 +66,6 @@ def rate_in_bits(rate: str) -> float:
     if match is None or float(match[1]) <= 0:
         raise ValueError(f'Cluster: rate must look like "1gbit" or be "shm" or None, got {rate!r}')
     return float(match[1]) * _UNITS[match[2]]
-
-
-def missing() -> list[str]:
-    """What this machine lacks for building hosts; empty if nothing."""
-    lacks = [] if os.geteuid() == 0 else ["root privileges"]
-    packages = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "taskset": "util-linux"}
-    lacks += [
-        f"the command `{name}` (Debian package {package})"
-        for name, package in packages.items()
-        if shutil.which(name) is None
-    ]
-    return lacks
-
-
-def interface_bytes(interface: str = "eth0") -> int | None:
-    """Bytes sent so far through an interface of the caller's own host; None if it has no such interface."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, colon, counters = line.partition(":")
-        if colon and name.strip() == interface:
-            return int(counters.split()[8])
-    return None
-
-
-def sweep() -> list[str]:
-    """Remove the hosts of clusters whose process has died; returns their name prefixes."""
-    removed = []
-    with _mutex():
-        for lock_path in sorted(STATE.glob("*/lock")):
-            with open(lock_path) as lock:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    continue  # its owner lives
-                _remove(lock_path.parent.name)
-                removed.append(lock_path.parent.name)
-    return removed
 
 
 class Cluster:
@@ -152,7 +100,7 @@ class Cluster:
         self._old_handlers: dict[signal.Signals, object] = {}
         self._is_up = False
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Cluster":
         self.start()
         return self
 
@@ -183,12 +131,12 @@ class Cluster:
         """Kill what still runs on the hosts and remove them; harmless when called again."""
         if not self._is_up:
             return
-        with _signals_blocked():
+        with signals_blocked():
             self._is_up = False
             for process in list(self._running):
-                _kill_tree(process)
+                kill_tree(process)
             if not self.is_local:
-                _remove(self._prefix)
+                remove(self._prefix)
             if self._lock is not None:
                 os.close(self._lock)
                 self._lock = None
@@ -206,7 +154,7 @@ class Cluster:
         if self.is_local:
             return []
         reports = [
-            json.loads(_tool("ip", "-j", "-s", "-n", host, "link", "show", "dev", "eth0"))
+            json.loads(run_tool("ip", "-j", "-s", "-n", host, "link", "show", "dev", "eth0"))
             for host in self.hosts
         ]
         return [int(report[0]["stats64"]["tx"]["bytes"]) for report in reports]
@@ -349,28 +297,30 @@ class Cluster:
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
     def _kill_all(self, process: subprocess.Popen[str]) -> None:
-        _kill_tree(process)
+        kill_tree(process)
         for host in [] if self.is_local else self.hosts:
-            _kill_namespace(host)
+            kill_namespace(host)
 
     def _build(self) -> None:
-        with _mutex():
+        with mutex():
             self._state.mkdir(parents=True)
             self._lock = os.open(self._state / "lock", os.O_CREAT | os.O_RDWR)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-        for name, text in (("enter", _ENTER), ("ssh", _SSH)):
+        for name, text in (("enter", ENTER_SCRIPT), ("ssh", SSH_SCRIPT)):
             (self._state / name).write_text(text)
             (self._state / name).chmod(0o755)
         table = "127.0.0.1 localhost\n" + "".join(
             f"{self.address(k)} {host}\n" for k, host in enumerate(self.hosts)
         )
-        _tool("ip", "netns", "add", self._switch)
+        run_tool("ip", "netns", "add", self._switch)
         for k, host in enumerate(self.hosts):
             (self._state / f"{host}.cores").write_text(self._cores(k))
             (ETC_NETNS / host).mkdir(parents=True)
             (ETC_NETNS / host / "hosts").write_text(table)
-            _tool("ip", "netns", "add", host)
-            _tool(
+            # The machine's name servers are out of reach; asking them would cost seconds at every connection.
+            (ETC_NETNS / host / "resolv.conf").write_text("nameserver 127.0.0.1\n")
+            run_tool("ip", "netns", "add", host)
+            run_tool(
                 "ip",
                 "link",
                 "add",
@@ -387,7 +337,7 @@ class Cluster:
             )
             # No IPv6: its chatter would be counted. Cubic where there is a choice: the default may be one
             # that paces by its own estimate of the link, which adds to what is being measured.
-            _tool(
+            run_tool(
                 "ip",
                 "netns",
                 "exec",
@@ -397,10 +347,10 @@ class Cluster:
                 "echo 1 2>&- >/proc/sys/net/ipv6/conf/all/disable_ipv6; "
                 "echo cubic 2>&- >/proc/sys/net/ipv4/tcp_congestion_control; true",
             )
-            _tool("ip", "-n", host, "address", "add", f"{self.address(k)}/24", "dev", "eth0")
+            run_tool("ip", "-n", host, "address", "add", f"{self.address(k)}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
-                _tool("ip", "-n", host, "link", "set", device, "up")
-            _tool("ip", "-n", self._switch, "link", "set", f"port{k}", "up")
+                run_tool("ip", "-n", host, "link", "set", device, "up")
+            run_tool("ip", "-n", self._switch, "link", "set", f"port{k}", "up")
             if self.rate_bits is not None:
                 self._limit(host, "eth0")
                 self._limit(self._switch, f"port{k}")
@@ -419,7 +369,7 @@ class Cluster:
         assert self.rate_bits is not None
         burst = max(int(self.rate_bits / 8 * 1e-3), 80_000)
         queue = max(int(self.rate_bits / 8 * 0.05), 1_000_000)
-        _tool(
+        run_tool(
             "tc",
             "-n",
             namespace,
@@ -440,7 +390,7 @@ class Cluster:
     def _connect_ports(self) -> None:
         ports = [f"port{k}" for k in range(self.n_hosts)]
         if self.delay_ms == 0:
-            _tool(
+            run_tool(
                 "ip",
                 "-n",
                 self._switch,
@@ -457,8 +407,8 @@ class Cluster:
                 "0",
             )
             for port in ports:
-                _tool("ip", "-n", self._switch, "link", "set", port, "master", "bridge0")
-            _tool("ip", "-n", self._switch, "link", "set", "bridge0", "up")
+                run_tool("ip", "-n", self._switch, "link", "set", port, "master", "bridge0")
+            run_tool("ip", "-n", self._switch, "link", "set", "bridge0", "up")
             return
         script = Path(__file__).with_name("delayline.py")
         process = subprocess.Popen(
@@ -491,88 +441,11 @@ class Cluster:
         def stop(number: int, frame: FrameType | None) -> None:
             raise SystemExit(128 + number)
 
-        for number in _SIGNALS:
+        for number in SIGNALS:
             # SIGINT counts as unhandled also when a shell started us with it ignored, as in `command &`.
             handler = signal.getsignal(number)
             if handler == signal.SIG_DFL or (number == signal.SIGINT and handler == signal.SIG_IGN):
                 self._old_handlers[number] = signal.signal(number, stop)
-
-
-@contextlib.contextmanager
-def _mutex() -> Iterator[None]:
-    """Held while a cluster's lock is being made or tested, so that sweep never meets a half-made one."""
-    STATE.mkdir(parents=True, exist_ok=True)
-    with open(STATE / "mutex", "w") as mutex:
-        fcntl.flock(mutex, fcntl.LOCK_EX)
-        yield
-
-
-@contextlib.contextmanager
-def _signals_blocked() -> Iterator[None]:
-    old = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, old)
-
-
-def _tool(*command: str) -> str:
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise ClusterError(f"Cluster: `{' '.join(command)}` failed: {(done.stderr or done.stdout).strip()}")
-    return done.stdout
-
-
-def _remove(prefix: str) -> None:
-    """Take down all namespaces with a name prefix, and their files; ignores what is already gone."""
-    for path in sorted(NETNS.glob(f"{prefix}h*")) + sorted(NETNS.glob(f"{prefix}switch")):
-        _kill_namespace(path.name)
-        subprocess.run(["ip", "netns", "del", path.name], check=False, capture_output=True)
-    for path in ETC_NETNS.glob(f"{prefix}h*"):
-        shutil.rmtree(path, ignore_errors=True)
-    shutil.rmtree(STATE / prefix, ignore_errors=True)
-
-
-def _kill_namespace(name: str) -> None:
-    """Kill every process in a namespace, again until none is left: they may be forking."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        listed = subprocess.run(["ip", "netns", "pids", name], check=False, capture_output=True, text=True)
-        if not (pids := listed.stdout.split()):
-            return
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
-        time.sleep(0.02)
-
-
-def _kill_tree(process: subprocess.Popen[str]) -> None:
-    """End a launcher and all it started: first politely, since launchers then clean up after themselves."""
-    if process.poll() is not None:
-        return
-    below = _descendants(process.pid)
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=3)
-    for pid in [process.pid, *below]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
-
-
-def _descendants(root: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            # The command's name may hold brackets; the parent is the second field after the last one.
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(path.parent.name))
-    found, queue = [], [root]
-    while queue:
-        below = children.get(queue.pop(), [])
-        found += below
-        queue += below
-    return found
 
 
 def main() -> int:

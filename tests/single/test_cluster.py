@@ -6,9 +6,11 @@ Hosts need root; without it the one thing to test is that the error says so.
 
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -182,17 +184,19 @@ def test_cluster_without_root_says_what_is_missing_and_offers_loopback() -> None
             os.setgid(65534)
             os.setuid(65534)
 
-    # The system's Python, since the environment's may lie where only root can read.
-    source = SCRIPT.read_text()
-    done = subprocess.run(
-        ["python3", "-", "--hosts", "2", "--", "true"],
-        input=source,
-        preexec_fn=drop_root,
-        capture_output=True,
-        text=True,
-        cwd="/",
-        check=False,
-    )
+    # The scripts are copied, and the system's Python runs them: here, only root may be able to read either.
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        for path in (SCRIPT, SCRIPT.with_name("netns.py")):
+            shutil.copy(path, folder)
+        done = subprocess.run(
+            ["python3", f"{folder}/{SCRIPT.name}", "--hosts", "2", "--", "true"],
+            preexec_fn=drop_root,
+            capture_output=True,
+            text=True,
+            cwd="/",
+            check=False,
+        )
     assert done.returncode == 2
     assert "needs root privileges" in done.stderr and "--rate shm" in done.stderr
 

@@ -1,0 +1,264 @@
+"""Time gradient synchronisation by every method, side by side in one run, over links of chosen rates.
+
+    python benchmarks/sync.py                                     # the default selection, under 15 minutes
+    python benchmarks/sync.py --works resnet50 --links 100mbit 1gbit+5ms --hosts 3 4 --launchers mpi gloo
+    python benchmarks/sync.py --links shm                         # needs no root
+    python benchmarks/sync.py --scaling                           # cost per rank for 2, 4 and 8 hosts
+
+Prints a table per case and writes `sync.json`, `sync.md` and `sync.png` (`scaling.*` for --scaling) to --out.
+Each case is one launch of one process per host (sync_worker.py), in which all methods take turns.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster import Cluster, ClusterError
+from methods import DEFAULT_METHODS, bits_per_element, label
+from plots import plot_cases, plot_scaling
+from works import WORKS
+
+WORKER = Path(__file__).with_name("sync_worker.py")
+LINKS = ("100mbit", "1gbit", "10gbit", "1gbit+5ms", "shm")
+SCALING_METHODS = ("horovod_fp32", "horovod_fp16", "aps_4_3")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One table of the benchmark: a work on a number of hosts, joined by a link, started by a launcher."""
+
+    work: str
+    link: str
+    n_hosts: int = 2
+    launcher: str = "mpi"
+
+    def __str__(self) -> str:
+        return f"{self.work}, {self.link}, {self.n_hosts} hosts, {self.launcher}"
+
+
+DEFAULT_CASES = (
+    *(Case(work, "1gbit") for work in ("resnet50", "flat", "step", "mobilenet_v2", "small")),
+    Case("resnet50", "10gbit"),
+    *(Case(work, "shm") for work in ("resnet50", "mobilenet_v2", "small")),
+    Case("resnet50", "1gbit", launcher="gloo"),
+)
+
+
+def parse_link(link: str) -> tuple[str, float]:
+    """Rate and delay in milliseconds of a link such as "1gbit", "1gbit+5ms" or "shm"."""
+    rate, plus, delay = link.partition("+")
+    if not plus:
+        return rate, 0.0
+    if not delay.endswith("ms"):
+        raise ValueError(f'sync.py: a link looks like "1gbit+5ms", got {link!r}')
+    return rate, float(delay.removesuffix("ms"))
+
+
+def run_case(case: Case, methods: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Build the hosts, run the workers, take the hosts down; returns the result with derived numbers."""
+    rate, delay_ms = parse_link(case.link)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Cluster(case.n_hosts, rate, delay_ms, arguments.pin) as cluster,
+    ):
+        result_path = Path(folder) / "result.json"
+        config = {
+            "work": case.work,
+            "methods": list(methods),
+            "address": cluster.address(0),
+            "port": _free_port(),
+            "budget": arguments.budget,
+            "min_rounds": arguments.min_rounds,
+            "max_rounds": arguments.max_rounds,
+            "byte_rounds": 2,
+            "interface": None if cluster.is_local else "eth0",
+            "result": str(result_path),
+        }
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo" if cluster.is_local else "eth0",
+            # All methods' tensors of a case fit, as they would if each ran alone with the default of 1024.
+            "HOROVOD_CACHE_CAPACITY": "8192",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+        }
+        launch = cluster.mpirun if case.launcher == "mpi" else cluster.horovodrun
+        done = launch(
+            [sys.executable, str(WORKER), json.dumps(config)], env=environment, timeout=arguments.timeout
+        )
+        if done.returncode != 0 or not result_path.exists():
+            raise ClusterError(
+                f"sync.py: {case} failed with exit code {done.returncode}\n"
+                f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+            )
+        result: dict[str, Any] = json.loads(result_path.read_text())
+        result["case"] = case.__dict__
+        result["rate_bits"] = cluster.rate_bits
+    _derive(result)
+    return result
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _derive(result: dict[str, Any]) -> None:
+    """Add medians, ratios and shares to a worker's raw numbers."""
+    methods = result["methods"]
+    for one in methods.values():
+        one["median"] = statistics.median(one["seconds"])
+        one["low"], one["high"] = min(one["seconds"]), max(one["seconds"])
+        one["bytes"] = statistics.fmean(one["bytes_by_rank"]) if one["bytes_by_rank"] else None
+    for name, one in methods.items():
+        for base in ("horovod_fp32", "horovod_fp16"):
+            one[f"over_{base}"] = methods[base]["median"] / one["median"] if base in methods else None
+        known = one["bytes"] is not None and result["rate_bits"] is not None
+        one["wire_share"] = (
+            max(one["bytes_by_rank"]) * 8 / result["rate_bits"] / one["median"] if known else None
+        )
+        bits = bits_per_element(name)
+        n_ranks = result["n_ranks"]
+        one["model_bytes"] = (
+            None if bits is None else 2 * (n_ranks - 1) / n_ranks * result["n_elements"] * bits / 8
+        )
+
+
+def table(result: dict[str, Any]) -> str:
+    """A case as a Markdown table."""
+    case = Case(**result["case"])
+    per = "step" if case.work == "step" else "synchronisation"
+    lines = [
+        f"### {case}",
+        "",
+        f"{result['n_elements'] / 1e6:.2f} M elements, {result['n_rounds']} rounds; "
+        f"time is the median per {per} (fastest to slowest)",
+        "",
+        "| method | time, ms | MB per rank | over fp32 | over fp16 | share of the wire | relative error |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name, one in result["methods"].items():
+        cells = [
+            label(name),
+            f"{one['median'] * 1e3:.1f} ({one['low'] * 1e3:.1f} to {one['high'] * 1e3:.1f})",
+            _cell(one["bytes"], lambda value: f"{value / 1e6:.2f}"),
+            _cell(one["over_horovod_fp32"], lambda value: f"{value:.2f}x"),
+            _cell(one["over_horovod_fp16"], lambda value: f"{value:.2f}x"),
+            _cell(one["wire_share"], lambda value: f"{value:.0%}"),
+            _cell(one["error"], lambda value: f"{value:.1e}"),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    differing = [label(name) for name, one in result["methods"].items() if not one["identical"]]
+    if differing:
+        lines += ["", f"Ranks do not agree bit for bit: {', '.join(differing)}."]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: float | None, show: Any) -> str:
+    return "-" if value is None else str(show(value))
+
+
+def scaling_table(results: list[dict[str, Any]]) -> str:
+    """Time and bytes per rank against 2(N-1)/N, both relative to two hosts."""
+    lines = [
+        "| hosts | method | time, ms | over N = 2 | MB per rank | model 2(N-1)/N, MB | model over N = 2 |",
+        "| ---: | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    first = results[0]
+    for result in results:
+        n_ranks, n_first = result["n_ranks"], first["n_ranks"]
+        model_ratio = (n_ranks - 1) / n_ranks / ((n_first - 1) / n_first)
+        for name, one in result["methods"].items():
+            ratio = one["median"] / first["methods"][name]["median"]
+            lines.append(
+                f"| {n_ranks} | {label(name)} | {one['median'] * 1e3:.1f} | {ratio:.2f}x | "
+                f"{_cell(one['bytes'], lambda value: f'{value / 1e6:.2f}')} | "
+                f"{_cell(one['model_bytes'], lambda value: f'{value / 1e6:.2f}')} | {model_ratio:.2f}x |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def choose_cases(arguments: argparse.Namespace) -> list[Case]:
+    """The default selection, or the product of whatever was asked for."""
+    if arguments.scaling:
+        work = (arguments.works or ["mobilenet_v2"])[0]
+        link = (arguments.links or ["100mbit"])[0]
+        return [
+            Case(work, link, n, (arguments.launchers or ["mpi"])[0]) for n in arguments.hosts or [2, 4, 8]
+        ]
+    if not any((arguments.works, arguments.links, arguments.hosts, arguments.launchers)):
+        return list(DEFAULT_CASES)
+    return [
+        Case(work, link, n_hosts, launcher)
+        for launcher in arguments.launchers or ["mpi"]
+        for n_hosts in arguments.hosts or [2]
+        for link in arguments.links or ["1gbit"]
+        for work in arguments.works or ["resnet50"]
+    ]
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--works", nargs="+", choices=WORKS)
+    parser.add_argument("--links", nargs="+", help=f"such as {', '.join(LINKS)}")
+    parser.add_argument("--hosts", nargs="+", type=int, help="numbers of hosts, one rank each (2)")
+    parser.add_argument("--launchers", nargs="+", choices=("mpi", "gloo"))
+    parser.add_argument(
+        "--methods", nargs="+", metavar="METHOD", help=f"of {' '.join(DEFAULT_METHODS)}, or aps_<e>_<m>"
+    )
+    parser.add_argument("--scaling", action="store_true", help="cost per rank as hosts go 2, 4, 8")
+    parser.add_argument("--budget", type=float, default=30.0, help="seconds of timing per case (30)")
+    parser.add_argument("--min-rounds", type=int, default=5)
+    parser.add_argument("--max-rounds", type=int, default=50)
+    parser.add_argument("--pin", action="store_true", help="give each host its own cores")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one case (900)")
+    parser.add_argument("--out", type=Path, default=Path("out/bench"))
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    methods = arguments.methods or (SCALING_METHODS if arguments.scaling else DEFAULT_METHODS)
+    cases = choose_cases(arguments)
+    name = "scaling" if arguments.scaling else "sync"
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    results: list[dict[str, Any]] = []
+    start = time.monotonic()
+    status = 0
+    for case in cases:
+        try:
+            results.append(run_case(case, methods, arguments))
+        except (ClusterError, ValueError) as error:
+            print(error, file=sys.stderr)
+            status = 1
+            break
+        print(table(results[-1]), flush=True)
+    if not results:
+        return status
+    if arguments.scaling:
+        print(scaling_table(results))
+    machine = {"cores": os.cpu_count(), "seconds": time.monotonic() - start, "command": " ".join(sys.argv)}
+    (arguments.out / f"{name}.json").write_text(
+        json.dumps({"machine": machine, "results": results}, indent=1)
+    )
+    text = "\n".join(map(table, results)) + ("\n" + scaling_table(results) if arguments.scaling else "")
+    (arguments.out / f"{name}.md").write_text(text)
+    (plot_scaling if arguments.scaling else plot_cases)(results, arguments.out / f"{name}.png")
+    seconds = time.monotonic() - start
+    print(f"{len(results)} of {len(cases)} cases in {seconds:.0f} s; see {arguments.out}/{name}.*")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,209 @@
+"""One rank of the synchronisation benchmark: all methods take turns on one work; rank 0 writes the result.
+
+Started by sync.py through mpirun or horovodrun, never by hand. All Horovod methods and DDP live in the same
+processes, so that they share machine state, memory layout and the moment of measurement.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+import zlib
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cluster import interface_bytes
+from methods import Method, make_method
+from torch import Tensor
+from works import DigitsNet, GradientSource, ShapesModel, digits_batches, work_shapes
+
+# PowerSGD sends plain gradients in its first two rounds; DDP rebuilds its buckets after the first.
+N_WARM_UP = 4
+
+
+class World:
+    """Rank, size and small exchanges; starts Horovod and Gloo only if some method needs them."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        names = config["methods"]
+        self.uses_horovod = any(not name.startswith("ddp_") for name in names)
+        if self.uses_horovod:
+            import horovod.torch as hvd
+
+            hvd.init()
+            self.rank, self.size = hvd.rank(), hvd.size()
+        else:
+            prefix = "OMPI_COMM_WORLD" if "OMPI_COMM_WORLD_RANK" in os.environ else "HOROVOD"
+            self.rank, self.size = int(os.environ[f"{prefix}_RANK"]), int(os.environ[f"{prefix}_SIZE"])
+        if any(name.startswith("ddp_") for name in names):
+            dist.init_process_group(
+                "gloo",
+                init_method=f"tcp://{config['address']}:{config['port']}",
+                rank=self.rank,
+                world_size=self.size,
+            )
+
+    def gather(self, value: Any) -> list[Any]:
+        if self.uses_horovod:
+            import horovod.torch as hvd
+
+            return list(hvd.allgather_object(value, name="benchmark.gather"))
+        values = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        if self.uses_horovod:
+            import horovod.torch as hvd
+
+            hvd.allreduce(torch.zeros(1), name="benchmark.barrier")
+        else:
+            dist.barrier()
+
+
+class Bench:
+    """All methods on one work, with what is needed to run each once."""
+
+    def __init__(self, world: World, config: dict[str, Any]) -> None:
+        self.world = world
+        self.work: str = config["work"]
+        self.is_step = self.work == "step"
+        if self.is_step:
+            self.batches = list(islice(digits_batches(world.rank, world.size), 50))
+            self.methods = {name: make_method(name, self._net()) for name in config["methods"]}
+        else:
+            shapes = work_shapes(self.work)
+            self.source = GradientSource(shapes, world.rank)
+            values = [torch.zeros(shape) for _, shape in shapes]
+            self.methods = {
+                name: make_method(name, ShapesModel(self.source, values)) for name in config["methods"]
+            }
+        self.n_elements = sum(p.numel() for p in next(iter(self.methods.values())).module.parameters())
+        self._position = dict.fromkeys(self.methods, 0)
+
+    @staticmethod
+    def _net() -> DigitsNet:
+        torch.manual_seed(0)
+        return DigitsNet()
+
+    def run(self, method: Method) -> float:
+        """One synchronisation or step of a method, from a common start; returns this rank's seconds."""
+        if self.is_step:
+            position = self._position[method.name]
+            self._position[method.name] += 1
+            batch = self.batches[position % len(self.batches)]
+            self.world.barrier()
+            start = time.perf_counter()
+            method.step(batch)
+            return time.perf_counter() - start
+        method.clear()
+        self.source.refresh()
+        loss = method.model(None)
+        self.world.barrier()
+        start = time.perf_counter()
+        method.synchronise(loss)
+        return time.perf_counter() - start
+
+    def check(self, method: Method) -> dict[str, Any]:
+        """Relative error against the exact mean, averaged over layers; whether ranks agree bit for bit."""
+        method.clear()
+        if self.is_step:
+            exact = self._exact_step_gradients(method) if self.world.rank == 0 else []
+            method.synchronise(method.model(self.batches[0]))
+        else:
+            self.source.refresh()
+            exact = self._exact_gradients() if self.world.rank == 0 else []
+            method.synchronise(method.model(None))
+        results = method.gradients()
+        checksum = 0
+        for gradient in results:
+            checksum = zlib.crc32(gradient.numpy().tobytes(), checksum)
+        checksums = self.world.gather(checksum)
+        errors = [
+            _relative_error(gradient.flatten(), mean)
+            for gradient, mean in zip(results, exact, strict=self.world.rank == 0)
+        ]
+        method.clear()
+        return {"identical": len(set(checksums)) == 1, "error": statistics.fmean(errors) if errors else None}
+
+    def _exact_gradients(self) -> list[Tensor]:
+        if not hasattr(self, "_exact"):
+            self._exact = self.source.exact_mean(self.world.size)
+        return self._exact
+
+    def _exact_step_gradients(self, method: Method) -> list[Tensor]:
+        """Gradients at the method's own weights for every rank's first batch, averaged in float64."""
+        twin = self._net()
+        twin.load_state_dict(method.module.state_dict())
+        parameters = list(twin.parameters())
+        total = [torch.zeros(p.numel(), dtype=torch.float64) for p in parameters]
+        for rank in range(self.world.size):
+            batch = next(digits_batches(rank, self.world.size))
+            for mean, gradient in zip(total, torch.autograd.grad(twin(batch), parameters), strict=True):
+                mean += gradient.flatten() / self.world.size
+        return total
+
+
+def _relative_error(result: Tensor, exact: Tensor) -> float:
+    norm = float(exact.norm())
+    return float((result.double() - exact).norm()) / norm if norm else float(result.norm())
+
+
+def measure(world: World, bench: Bench, config: dict[str, Any]) -> dict[str, Any]:
+    """Warm up, time in turn until the budget is spent, then count bytes and errors method by method."""
+    methods = list(bench.methods.values())
+    for _ in range(N_WARM_UP - 1):
+        for method in methods:
+            bench.run(method)
+    start = time.perf_counter()
+    for method in methods:
+        bench.run(method)
+    seconds_per_round = max(world.gather(time.perf_counter() - start))
+    n_rounds = int(config["budget"] / seconds_per_round)
+    n_rounds = max(config["min_rounds"], min(config["max_rounds"], n_rounds))
+    mine: dict[str, list[float]] = {name: [] for name in bench.methods}
+    for round_number in range(n_rounds):
+        # Another method goes first each time, so that none always follows the same one.
+        turn = round_number % len(methods)
+        for method in methods[turn:] + methods[:turn]:
+            mine[method.name].append(bench.run(method))
+    everyone = world.gather(mine)
+
+    def count() -> int | None:
+        return interface_bytes(config["interface"]) if config["interface"] else None
+
+    results = {}
+    for method in methods:
+        world.barrier()
+        before = count()
+        for _ in range(config["byte_rounds"]):
+            bench.run(method)
+        world.barrier()
+        after = count()
+        sent = None if before is None or after is None else (after - before) / config["byte_rounds"]
+        sent_by_rank = world.gather(sent)
+        results[method.name] = {
+            # A synchronisation is over when the last rank has its gradients.
+            "seconds": [max(times) for times in zip(*(one[method.name] for one in everyone), strict=True)],
+            "bytes_by_rank": None if sent is None else sent_by_rank,
+            **bench.check(method),
+        }
+    return {"n_elements": bench.n_elements, "n_ranks": world.size, "n_rounds": n_rounds, "methods": results}
+
+
+def main() -> None:
+    config = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    world = World(config)
+    result = measure(world, Bench(world, config), config)
+    if world.rank == 0:
+        with open(config["result"], "w") as file:
+            json.dump(result, file)
+    world.barrier()
+
+
+if __name__ == "__main__":
+    main()
