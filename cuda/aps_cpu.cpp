@@ -23,7 +23,7 @@ struct CpuKernels {
     uint64_t (*scan)(const ApsSegment&, int64_t, int64_t);
     void (*encode)(const ApsSegment&, uint8_t*, int64_t, int64_t, int, uint64_t);
     void (*decode)(const ApsSegment&, Inputs, int, int, int64_t, int64_t);
-    ReduceFound (*reduce)(const ApsSegment&, Inputs, int, int, uint8_t*, int64_t, int64_t, int, uint64_t);
+    ReduceFound (*reduce)(const ApsSegment&, Inputs, int, int, bool, uint8_t*, int64_t, int64_t, int, uint64_t);
     void (*reduce_redo)(const ApsSegment&, Inputs, int, int, uint8_t*, int64_t, int64_t, int, uint64_t);
 };
 
@@ -201,14 +201,14 @@ void aps_finish_scan(ApsSegment* s, int64_t n_segs, const uint64_t* top, int sto
     }
 }
 // The same for the sums of a reduce on the device: new exponents in s, acc_exp in the accumulation domain.
-void aps_finish_reduce(ApsSegment* s, int64_t n_segs, const uint64_t* top, int accumulate, int stochastic, int32_t* acc_exp) {
+void aps_finish_reduce(ApsSegment* s, int64_t n_segs, const uint64_t* top, int keep, int stochastic, int32_t* acc_exp) {
     for (int64_t k = 0; k < n_segs; ++k) {
         acc_exp[k] = APS_EXP_ZERO;
         if (s[k].flags & APS_RAW) {
             s[k].exponent = 0;
         } else if (s[k].exponent != APS_EXP_ZERO && s[k].exponent != APS_EXP_NONFINITE) {
             acc_exp[k] = APS_ACC_EXP;
-            if (accumulate != APS_SUM_FLOAT) continue;
+            if (keep) continue;
             acc_exp[k] = aps_exponent(top[k], APS_F64, aps_segment_format(s[k]), stochastic ? APS_UP : APS_NEAREST);
             s[k].exponent = acc_exp[k] == APS_EXP_ZERO ? (int)APS_EXP_ZERO : s[k].exponent + acc_exp[k] - APS_ACC_EXP;
         }
@@ -251,26 +251,27 @@ int64_t aps_decode_segments(ApsSegment* s, int64_t n_segs, Inputs in, int n_in, 
     return 0;
 }
 
-int64_t aps_reduce_segments(ApsSegment* s, int64_t n_segs, Inputs in, int n_in, int accumulate, uint8_t* message, int64_t length,
-                            int stochastic, uint64_t seed) {
+int64_t aps_reduce_segments(ApsSegment* s, int64_t n_segs, Inputs in, int n_in, int accumulate, int keep_exponent,
+                            uint8_t* message, int64_t length, int stochastic, uint64_t seed) {
     int64_t bad = check(s, n_segs, false, length);
     if (!bad) bad = check_inputs(in, n_in);
     if (bad) return bad;
     const CpuKernels& kernel = active();
+    const bool keep = keep_exponent || accumulate != APS_SUM_FLOAT;  // re-rounded sums stay within the format
     const int parts = n_parts(s, n_segs), mode = stochastic ? APS_STOCHASTIC : APS_NEAREST;
     ReduceFound* found = (ReduceFound*)t_scratch.get((size_t)(n_segs * parts + 1) * sizeof(ReduceFound));
     for (int64_t k = 0; k < n_segs * parts; ++k) found[k] = {APS_EXP_ZERO, 0};
     auto is_constant = [](const ApsSegment& g) { return g.exponent == APS_EXP_ZERO || g.exponent == APS_EXP_NONFINITE; };
     for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end, int part) {
         if (!(s[k].flags & APS_RAW) && is_constant(s[k])) kernel.reduce_redo(s[k], in, n_in, APS_EXP_ZERO, message, begin, end, mode, seed);
-        else found[k * parts + part] = kernel.reduce(s[k], in, n_in, accumulate, message, begin, end, mode, seed);
+        else found[k * parts + part] = kernel.reduce(s[k], in, n_in, accumulate, keep, message, begin, end, mode, seed);
     });
     auto exponent_of = [&](int64_t k) {
         int e = APS_EXP_ZERO;
         for (int part = 0; part < parts; ++part) e = found[k * parts + part].exponent > e ? found[k * parts + part].exponent : e;
         return e;
     };
-    if (accumulate == APS_SUM_FLOAT) {
+    if (!keep) {
         for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end, int part) {
             if (s[k].flags & APS_RAW || is_constant(s[k])) return;
             const ReduceFound& mine = found[k * parts + part];
@@ -282,7 +283,7 @@ int64_t aps_reduce_segments(ApsSegment* s, int64_t n_segs, Inputs in, int n_in, 
     for (int64_t k = 0; k < n_segs; ++k) {
         const int e = exponent_of(k);
         if (s[k].flags & APS_RAW) s[k].exponent = 0;
-        else if (is_constant(s[k]) || accumulate != APS_SUM_FLOAT) continue;
+        else if (is_constant(s[k]) || keep) continue;
         else s[k].exponent = e == APS_EXP_ZERO ? e : s[k].exponent + e;
     }
     return 0;

@@ -121,7 +121,13 @@ class CudaKernels:
             stream.synchronize()
 
     def reduce(
-        self, segs: Array, inputs: Sequence[Message], accumulate: int, out: Array, seed: int | None = None
+        self,
+        segs: Array,
+        inputs: Sequence[Message],
+        accumulate: int,
+        out: Array,
+        seed: int | None = None,
+        keep_exponent: bool = False,
     ) -> None:
         """Sum the inputs and encode the sums into out with new exponents; see CpuKernels.reduce."""
         host.check_accumulate("reduce", accumulate)
@@ -133,14 +139,15 @@ class CudaKernels:
             table, tiles, n_tiles = self._tables(segs)
             found = np.zeros(len(segs), dtype=np.uint64)
             common = (table, tiles, n_tiles, sources, np.int32(len(inputs)))
-            if accumulate == host.SUM_FLOAT:
+            keep = keep_exponent or accumulate != host.SUM_FLOAT
+            if not keep:
                 top = self.device.zeros(len(segs), dtype=np.uint64)
                 self._launch("reduce_scan_kernel", int(n_tiles), *common, top)
                 found = np.ascontiguousarray(top.get())
                 stream.synchronize()
             exponents = np.empty(len(segs), dtype=np.int32)
             host.library().aps_finish_reduce(
-                segs.ctypes.data, len(segs), found.ctypes.data, accumulate, stochastic, exponents.ctypes.data
+                segs.ctypes.data, len(segs), found.ctypes.data, int(keep), stochastic, exponents.ctypes.data
             )
             acc_exp = self.device.asarray(exponents)
             rest = (np.int32(accumulate), acc_exp, np.uint64(address), np.int32(stochastic), np.uint64(bits))

@@ -55,7 +55,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "aps_scan": [_PTR, _I64, _I32],
     "aps_encode_segments": [_PTR, _I64, _PTR, _I64, _I32, _U64],
     "aps_decode_segments": [_PTR, _I64, _PTR, _I32, _I64, _I32],
-    "aps_reduce_segments": [_PTR, _I64, _PTR, _I32, _I32, _PTR, _I64, _I32, _U64],
+    "aps_reduce_segments": [_PTR, _I64, _PTR, _I32, _I32, _I32, _PTR, _I64, _I32, _U64],
     "aps_residual_segments": [_PTR, _I64, _PTR, _I64],
     "aps_measure_segments": [_PTR, _I64, _PTR, _I64, _PTR],
     "aps_add_segments": [_PTR, _I64, _PTR],
@@ -177,10 +177,12 @@ class CpuKernels:
         accumulate: int,
         out: Array,
         seed: int | None = None,
+        keep_exponent: bool = False,
     ) -> None:
         """Sum the inputs; write new exponents into segs and the encoded sums into out at the same offsets.
 
-        Modes 1 and 2 keep the exponent. An all-zero sum in mode 0 gets EXP_ZERO; EXP_NONFINITE stays.
+        Modes 1 and 2, and mode 0 with keep_exponent, keep the exponent and saturate. Otherwise an all-zero
+        sum gets EXP_ZERO. EXP_NONFINITE stays.
         """
         check_segments("reduce", segs)
         check_accumulate("reduce", accumulate)
@@ -193,6 +195,7 @@ class CpuKernels:
             table,
             len(inputs),
             accumulate,
+            int(keep_exponent),
             address,
             shortest,
             stochastic,

@@ -75,7 +75,7 @@ def both(block: int, max_grid: int) -> list[Any]:
 @pytest.mark.parametrize("seed", [None, 12345])
 def test_cuda_kernels_agree_with_cpu_bit_for_bit(block: int, max_grid: int, seed: int | None) -> None:
     rng = np.random.default_rng([block, max_grid, seed is None])
-    for accumulate in (0, 1, 2):
+    for accumulate, keep in [(0, False), (0, True), (1, False), (2, False)]:
         segs, arrays, length = make_bucket(rng, 24)
         results = []
         for kernels in both(block, max_grid):
@@ -93,7 +93,7 @@ def test_cuda_kernels_agree_with_cpu_bit_for_bit(block: int, max_grid: int, seed
             kernels.add(table, np.array([array.ctypes.data for array in kept], dtype=np.uint64))
             kernels.residual(table, messages[0])
             reduced = table.copy()
-            kernels.reduce(reduced, messages[:3], accumulate, messages[3], seed)
+            kernels.reduce(reduced, messages[:3], accumulate, messages[3], seed, keep_exponent=keep)
             outputs = [np.zeros_like(array) for array in arrays]
             kernels.decode(aimed(table, outputs), messages[:3], accumulate)
             outputs2 = [np.zeros_like(array) for array in arrays]

@@ -361,6 +361,23 @@ def test_kernels_nonfinite_layers_send_zeros_and_come_back_as_nan() -> None:
     assert np.isnan(x[0]).all() and np.isnan(x[1]).all() and (x[2] == 2).all()
 
 
+def test_kernels_reduce_can_keep_the_exponent_and_saturate(instruction_set: str) -> None:
+    x = np.linspace(-15, 15, 1025).astype(np.float32)
+    segs = table_of([x], (4, 3, 1))
+    segs["exponent"] = 7  # the format's own scale: sums up to 45 are within 240, at exponent 4 they are not
+    for exponent, largest in [(7, 240.0), (4, 30.0)]:
+        segs["exponent"] = exponent
+        message, out = message_of(segs), message_of(segs)
+        CPU.encode(segs, message)
+        CPU.reduce(segs, [message] * 3, K.SUM_FLOAT, out, keep_exponent=True)
+        assert segs["exponent"][0] == exponent
+        scale = 2.0 ** (7 - exponent)
+        one = oracle_round(x.astype(np.float64) * scale, (4, 3, 1))
+        expected = oracle_round(3 * one, (4, 3, 1))
+        assert np.abs(expected).max() <= largest * scale
+        np.testing.assert_array_equal(oracle_value(oracle_codes(out, 0, 1025, 8), (4, 3, 1)), expected)
+
+
 def test_kernels_raw_segments_carry_float32_bits() -> None:
     x = np.array([1.5, -0.0, np.nan, np.inf, 1e-42, 3.0], np.float32)
     segs = table_of([x], (8, 23, 0))
