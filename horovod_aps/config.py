@@ -2,9 +2,14 @@
 
 HOROVOD_APS_NUM_THREADS   threads of one CPU kernel call, default 1 (a host runs one rank per core)
 HOROVOD_APS_AVX2          0 keeps the CPU kernels to the baseline instruction set, default 1
+HOROVOD_APS_LOG           debug, info, warning (default) or error; debug prints every phase of every exchange
+HOROVOD_APS_TIMELINE      trace.json makes every rank write trace.rank<r>.json, to be read like Horovod's timeline
 """
 
 import os
+from pathlib import Path
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def env_int(name: str, default: int, low: int, high: int) -> int:
@@ -29,3 +34,27 @@ def num_threads() -> int:
 def use_avx2() -> bool:
     """Whether the CPU kernels may use AVX2 where the processor has it (HOROVOD_APS_AVX2)."""
     return bool(env_int("HOROVOD_APS_AVX2", 1, 0, 1))
+
+
+def log_level() -> str:
+    """The least level that is printed (HOROVOD_APS_LOG)."""
+    level = os.environ.get("HOROVOD_APS_LOG", "").strip().lower() or "warning"
+    if level not in LOG_LEVELS:
+        raise ValueError(f"HOROVOD_APS_LOG must be one of {', '.join(LOG_LEVELS)}, got {level!r}")
+    return level
+
+
+def timeline_file() -> Path | None:
+    """Where this rank writes its phases (HOROVOD_APS_TIMELINE), or None."""
+    text = os.environ.get("HOROVOD_APS_TIMELINE", "").strip()
+    if not text:
+        return None
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise ValueError(f"HOROVOD_APS_TIMELINE must be a file in a folder that exists, got {text!r}")
+    return path.with_name(f"{path.stem}.rank{launcher_rank() or 0}{path.suffix or '.json'}")
+
+
+def launcher_rank() -> str | None:
+    """This process's rank as its launcher tells it, which is known before `hvd.init()`; None without a launcher."""
+    return os.environ.get("HOROVOD_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK")

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_aps import agreement
+from horovod_aps import agreement, timeline
 from horovod_aps.auto import AutoChooser, format_table
 from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO, SUM_FLOAT, SUM_FORMAT, SUM_KAHAN
 from horovod_aps.layout import (EXPONENT_BYTES, ITEM_SIZES, MAX_LAYERS, BucketLayout, LayerSpec, plan_buckets)
@@ -32,6 +32,7 @@ ACCUMULATE_CODES = {"float32": SUM_FLOAT, "format": SUM_FORMAT, "kahan": SUM_KAH
 MAX_PLANS = 64  # batches remembered; an older one is agreed on anew when it comes back
 POLL_SECONDS = 50e-6  # between looks at the network while there is nothing else to do
 LOOK_SECONDS = 500e-6  # between looks from within backward
+CLOCK_LAGS = (1, 4)  # ticks from a bucket's start to its second and third phase, with a clocked transport
 HEADER_WORDS = 5  # digest, its negation, and a flag, ahead of the exponents of a bucket
 
 Steps = Generator[Request, None, None]
@@ -92,6 +93,7 @@ class _Flight:
     n_launched: int = 0
     n_agreed: int = 0
     broken: bool = False
+    tick: int = 0
     next_look: float = 0.0
 
     def agreed_names(self) -> set[str]:
@@ -102,8 +104,10 @@ class _Flight:
 class _Job:
     """One bucket going through the phases; `step` moves it on when what it waits for is done."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: Steps, n_waits: int, tick: int) -> None:
         self._steps = steps
+        self._n_waits, self._tick = n_waits, tick
+        self._n_waited = 0
         self._request: Request | None = next(steps)
 
     @property
@@ -115,8 +119,21 @@ class _Job:
         moved = False
         while self._request is not None and self._request.done():
             self._request = next(self._steps, None)
+            self._n_waited += 1
             moved = True
         return moved
+
+    def step_clocked(self, tick: int) -> None:
+        """Advance by what is due at `tick`, waiting for it; a last phase, which only decodes, when it is ready."""
+        if self._n_waited < self._n_waits - 1:
+            if tick < self._tick + CLOCK_LAGS[self._n_waited]:
+                return
+            while self._request is not None and not self._request.done():
+                time.sleep(POLL_SECONDS)
+            self._request = next(self._steps, None)
+            self._n_waited += 1
+        elif self._request is not None and self._request.done():
+            self._request = next(self._steps, None)
 
 
 class Exchange:
@@ -144,13 +161,16 @@ class Exchange:
                 raise ValueError(f"APSCompressor: {layer.name!r} was submitted twice before its result was used; "
                                  f"give tensors of different models different names")
             self._pending[layer.name] = layer
-            if not self.transport.overlaps:
+            if self.transport.overlap == "never":
                 return
             if len(self._pending) == 1 and layer.name in self._plan_of:
                 self._flight = self._take_off(self._plan_of[layer.name])
             if self._flight is not None:
                 self._arrive(self._flight, layer)
-                self._look_after(self._flight)
+                if self.transport.overlap == "free":
+                    self._look_after(self._flight)
+                else:
+                    self._tick(self._flight)
 
     def flush(self) -> None:
         """Reduce everything that was submitted; on return all targets hold their results."""
@@ -285,14 +305,13 @@ class Exchange:
     def _advance(self, flight: _Flight) -> bool:
         """Launch the buckets that may start and move all jobs on; True if anything moved.
 
-        Bucket k starts only after k-1 has been agreed on (with a transport that overlaps) or the first has (with
-        one that starts at flush, where the first digest speaks for the whole batch): a rank that disagrees must
+        Bucket k starts only after k-1 has been agreed on or, if all start at the flush, after the first has, whose
+        digest speaks for the whole batch then: a rank that disagrees must
         not leave messages behind that nobody will ever answer.
         """
         moved = False
         while self._may_launch(flight):
-            flight.jobs.append(_Job(self._reduce_bucket(flight, flight.n_launched)))
-            flight.n_launched += 1
+            self._launch(flight)
             moved = True
         for job in flight.jobs:
             moved |= job.step()
@@ -303,7 +322,13 @@ class Exchange:
     def _may_launch(self, flight: _Flight) -> bool:
         index = flight.n_launched
         return (not flight.broken and index < len(flight.plan.buckets) and flight.arrived[index] == 0
-                and flight.n_agreed >= (index if self.transport.overlaps else min(1, index)))
+                and flight.n_agreed >= (index if self.transport.overlap != "never" else min(1, index)))
+
+    def _launch(self, flight: _Flight) -> None:
+        index = flight.n_launched
+        n_waits = 2 if flight.plan.buckets[index].n_shards == 1 else 3
+        flight.jobs.append(_Job(self._reduce_bucket(flight, index), n_waits, flight.tick))
+        flight.n_launched += 1
 
     def _look_after(self, flight: _Flight) -> None:
         """Move the flight on from within backward, but not so often that looking costs more than it brings."""
@@ -311,6 +336,22 @@ class Exchange:
         if now >= flight.next_look or self._may_launch(flight):
             self._advance(flight)
             flight.next_look = time.perf_counter() + LOOK_SECONDS
+
+    def _tick(self, flight: _Flight) -> None:
+        """Start what is due by the arrival of gradients alone, never by the time it takes.
+
+        Every full bucket is a tick of the clock: at it earlier buckets start their next phase, some ticks after
+        the one before, and are waited for if they are late. So all ranks have started the same operations when
+        backward ends.
+        """
+        while not flight.broken and (flight.n_launched < len(flight.arrived)
+                                     and flight.arrived[flight.n_launched] == 0):
+            flight.tick += 1
+            for job in flight.jobs:
+                job.step_clocked(flight.tick)
+            flight.jobs = [job for job in flight.jobs if not job.finished]
+            if self._may_launch(flight):
+                self._launch(flight)
 
     def _fly(self, flight: _Flight) -> Generator[bool, None, None]:
         """Bring every bucket that can be launched home."""
@@ -332,14 +373,18 @@ class Exchange:
         self._point_at_sources(buffers, bucket, layers)
         if self._chooser is not None:
             self._chooser.observe(self.kernels, [layer.name for layer in layers], table, segment_layer)
+        phase = timeline.phases(self.step_number, index, len(layers))
 
         # Exponents: the largest of each layer, over its segments and over the ranks.
+        phase("APS_SCAN")
         self.kernels.scan(table, stochastic=self.options.rounding == "stochastic")
         exponents = np.full(len(layers), EXP_ZERO, np.int32)
         np.maximum.at(exponents, segment_layer, table["exponent"])
+        phase("APS_EXPONENTS", 4 * (HEADER_WORDS + MAX_LAYERS))
         request = transport.max(self._header(plan, exponents), index)
         yield request
         shared = request.result()
+        phase.end()
         words = shared[:HEADER_WORDS]
         if words[0] != -words[2] or words[1] != -words[3] or words[4]:
             flight.broken = True
@@ -349,6 +394,7 @@ class Exchange:
         table["exponent"] = exponents[segment_layer]
 
         # Encode, and keep what rounding loses.
+        phase("APS_ENCODE")
         self.kernels.encode(table, buffers.send, self._seed(transport.rank))
         self._account(plan, bucket, buffers, exponents)
         if self.options.error_feedback:
@@ -356,23 +402,30 @@ class Exchange:
 
         mode = ACCUMULATE_CODES[self.options.accumulate]
         if bucket.n_shards == 1:
+            phase("APS_ALLGATHER", len(buffers.send))
             request = transport.allgather(buffers.send, [len(buffers.send)] * transport.size, buffers.recv, index)
             yield request
+            phase("APS_DECODE")
             self._point_at_targets(buffers, bucket, plan, targets)
             self.kernels.decode(table, request.result(), mode)
+            phase.end()
             return
 
         # Scatter, reduce my shard, gather everyone's.
+        phase("APS_ALLTOALL", len(buffers.send) - buffers.n_payload)
         request = transport.alltoall(buffers.send, bucket.shard_bytes, buffers.recv, index)
         yield request
+        phase("APS_REDUCE")
         first, last = bucket.shard_segments[transport.rank], bucket.shard_segments[transport.rank + 1]
         buffers.mine["exponent"] = table["exponent"][first:last]
         keep = {} if self.options.scaling else {"keep_exponent": True}
         self.kernels.reduce(buffers.mine, request.result(), mode, buffers.sums[:buffers.n_payload],
                             self._seed(transport.size), **keep)
         buffers.sums[buffers.n_payload:] = buffers.mine["exponent"].astype("<i2").view(np.uint8)
+        phase("APS_ALLGATHER", len(buffers.sums) * (transport.size - 1))
         request = transport.allgather(buffers.sums, np.diff(bucket.gather_bytes).tolist(), buffers.gathered, index)
         yield request
+        phase("APS_DECODE")
         self._point_at_targets(buffers, bucket, plan, targets)
         for shard, message in enumerate(request.result()):
             first, last = bucket.shard_segments[shard], bucket.shard_segments[shard + 1]
@@ -381,6 +434,7 @@ class Exchange:
             part["offset"] -= bucket.shard_bytes[shard]
             part["exponent"] = message[len(message) - n_exponents:].view("<i2")
             self.kernels.decode(part, [message[:len(message) - n_exponents]], 0)
+        phase.end()
 
     def _final_exponents(self, shared: np.ndarray, plan: Plan, bucket: BucketLayout) -> np.ndarray:
         """The exponents to encode with: as shared, or as the paper's low-precision sums need them."""

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
+
+from horovod_aps import config
 
 logger = logging.getLogger("horovod_aps")
 
 
+class _RankFormatter(logging.Formatter):
+    """Puts the rank in front; asked anew for every line, since an elastic reset changes it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        rank = config.launcher_rank() or "?"
+        return f"[horovod_aps rank {rank} {record.relativeCreated:.0f} ms] {super().format(record)}"
+
+
 def _set_up() -> None:
-    level = os.environ.get("HOROVOD_APS_LOG", "warning").upper()
-    if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise ValueError(f"HOROVOD_APS_LOG must be debug, info, warning or error, got {level.lower()!r}")
     handler = logging.StreamHandler(sys.stderr)
-    rank = os.environ.get("HOROVOD_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or "?"
-    handler.setFormatter(logging.Formatter(f"[horovod_aps rank {rank} %(relativeCreated).0f ms] %(message)s"))
+    handler.setFormatter(_RankFormatter())
     logger.addHandler(handler)
-    logger.setLevel(level)
+    logger.setLevel(config.log_level().upper())
     logger.propagate = False
 
 

@@ -1,0 +1,132 @@
+"""Trace lines and timeline files of an exchange over emulated ranks, and merging with Horovod's own timeline.
+
+Oracle: the order of phases in the module docstring of `horovod_aps.exchange`, and bytes counted by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from horovod_aps import cli, config, timeline
+from horovod_aps.exchange import Layer, local_allreduce
+from horovod_aps.kernels import CpuKernels
+from horovod_aps.log import logger
+from horovod_aps.options import Options
+
+TWO_RANKS = ["APS_SCAN", "APS_EXPONENTS", "APS_ENCODE", "APS_ALLGATHER", "APS_DECODE"]
+THREE_RANKS = ["APS_SCAN", "APS_EXPONENTS", "APS_ENCODE", "APS_ALLTOALL", "APS_REDUCE", "APS_ALLGATHER", "APS_DECODE"]
+
+
+def reduce_once(n_ranks: int) -> None:
+    arrays = [np.arange(24, dtype=np.float32) for _ in range(n_ranks)]
+    local_allreduce([[Layer("w", x.shape, 0, x.ctypes.data, x.ctypes.data, 1.0, x)] for x in arrays], Options(4, 3),
+                    CpuKernels())
+
+
+def read(path):
+    return [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
+
+
+@pytest.mark.parametrize("n_ranks, wanted", [(2, TWO_RANKS), (3, THREE_RANKS)])
+def test_timeline_shows_all_phases_in_order(n_ranks, wanted, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOROVOD_APS_TIMELINE", str(tmp_path / "trace.json"))
+    monkeypatch.setenv("HOROVOD_RANK", "1")
+    reduce_once(n_ranks)
+    events = read(tmp_path / "trace.rank1.json")
+    assert sorted(e["name"] for e in events) == sorted(wanted * n_ranks)
+    begins = sorted(events, key=lambda e: e["ts"])
+    firsts = list(dict.fromkeys(e["name"] for e in begins))
+    assert firsts == list(dict.fromkeys(wanted))
+    assert all(e["dur"] >= 0 and e["args"]["layers"] == 1 and e["args"]["step"] == 0 for e in events)
+    if n_ranks == 2:  # 24 elements of 8 bits
+        assert [e["args"]["bytes"] for e in events if e["name"] == "APS_ALLGATHER"] == [24, 24]
+    else:  # two thirds scattered; a third and its 2-byte exponent to two others
+        assert [e["args"]["bytes"] for e in events if e["name"] == "APS_ALLTOALL"] == [16] * 3
+        assert [e["args"]["bytes"] for e in events if e["name"] == "APS_ALLGATHER"] == [20] * 3
+
+
+def test_timeline_is_valid_json_after_every_event(tmp_path):
+    file = timeline.TimelineFile(tmp_path / "t.json")
+    for i in range(3):
+        file.add("APS_SCAN", i, 0, 1000, {})
+        assert len(read(tmp_path / "t.json")) == i + 1
+
+
+def test_no_file_and_no_lines_unless_asked(tmp_path, monkeypatch):
+    monkeypatch.delenv("HOROVOD_APS_TIMELINE", raising=False)
+    assert timeline.phases(0, 0, 1) is timeline.phases(5, 5, 5)
+    monkeypatch.chdir(tmp_path)
+    reduce_once(2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_debug_log_prints_phases_with_rank(monkeypatch, capsys):
+    monkeypatch.setenv("HOROVOD_RANK", "3")
+    lines = []
+    handler = logging.StreamHandler()
+    handler.emit = lambda record: lines.append(logger.handlers[0].format(record))  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel("DEBUG")
+    try:
+        reduce_once(2)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel("WARNING")
+    for phase in TWO_RANKS:
+        assert sum(f"step 0 bucket 0 (1 layers): {phase}" in line for line in lines) == 2
+    assert all(line.startswith("[horovod_aps rank 3 ") for line in lines)
+
+
+def test_merge_shifts_to_one_axis_and_refuses_foreign_files(tmp_path, capsys):
+    """Oracle: times by hand. The first file is as Horovod 0.28.1 writes it."""
+    (tmp_path / "hvd.json").write_text(
+        '[\n{"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros":1000}},\n'
+        '{"ph": "B", "name": "ALLREDUCE", "ts": 50, "pid": 1}]')
+    ours = [{"ph": "M", "name": "process_name", "pid": 9, "args": {timeline.START_KEY: 1200}},
+            {"ph": "X", "name": "APS_SCAN", "ts": 7, "dur": 1, "pid": 9, "tid": 0}]
+    (tmp_path / "aps.json").write_text(json.dumps(ours))
+    out = tmp_path / "merged.json"
+    assert cli.main(["timeline", str(tmp_path / "hvd.json"), str(tmp_path / "aps.json"), "--output", str(out)]) == 0
+    assert {e["name"]: e["ts"] for e in json.loads(out.read_text()) if "ts" in e} == {"ALLREDUCE": 50, "APS_SCAN": 207}
+    for text in ("not json", "[]", "{}", "[1]", '[{"args": 3}]'):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(ValueError, match="bad.json must be a timeline"):
+            timeline.merge([tmp_path / "bad.json"])
+
+
+@pytest.mark.parametrize(
+    "variable, value, text",
+    [("HOROVOD_APS_LOG", "loud", "HOROVOD_APS_LOG must be one of debug, info, warning, error, got 'loud'"),
+     ("HOROVOD_APS_TIMELINE", "/no/such/folder/t.json", "HOROVOD_APS_TIMELINE must be a file in a folder that exists"),
+     ("HOROVOD_APS_NUM_THREADS", "0", "HOROVOD_APS_NUM_THREADS must be in 1..1024, got 0"),
+     ("HOROVOD_APS_AVX2", "yes", "HOROVOD_APS_AVX2 must be an integer in 0..1, got 'yes'")],
+)
+def test_malformed_variables_are_refused(variable, value, text, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    readers = {"HOROVOD_APS_LOG": config.log_level, "HOROVOD_APS_TIMELINE": config.timeline_file,
+               "HOROVOD_APS_NUM_THREADS": config.num_threads, "HOROVOD_APS_AVX2": config.use_avx2}
+    with pytest.raises(ValueError) as caught:
+        readers[variable]()
+    assert text in str(caught.value)
+
+
+def test_environment_is_read_in_config_only():
+    """Oracle: the sources themselves."""
+    folder = Path(config.__file__).parent
+    offenders = [path.name for path in folder.rglob("*.py") if path.name != "config.py"
+                 and any(word in path.read_text() for word in ("os.environ", "getenv("))]
+    assert offenders == []
+
+
+def test_log_level_comes_from_the_environment():
+    code = "from horovod_aps.log import trace; trace('seen %d', 7)"
+    run = subprocess.run([sys.executable, "-c", code], env={"HOROVOD_APS_LOG": "DEBUG", "HOROVOD_RANK": "2"},
+                         capture_output=True, text=True, check=True)
+    assert run.stderr.startswith("[horovod_aps rank 2 ") and "seen 7" in run.stderr
