@@ -1,5 +1,4 @@
-"""Study any (e, m) without a cluster: casts, low-precision GEMM layers, and N emulated ranks in one process
-(torch).
+"""Study any (e, m) without a cluster: casts, low-precision GEMMs, N emulated ranks in one process (torch).
 
 The real exchange does not use this package; `EmulatedOptimizer` uses the real exchange's own code.
 """

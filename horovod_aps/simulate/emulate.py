@@ -44,6 +44,7 @@ class EmulatedOptimizer:
     """An optimizer whose step averages the gradients of `n_ranks` backward passes through the APS exchange.
 
         optimizer = EmulatedOptimizer(torch.optim.SGD(model.parameters(), 0.1), 8, {"e": 4, "m": 3})
+        optimizer.zero_grad()
         for rank in range(8):
             loss(model, batch[rank]).backward()
             optimizer.collect()              # this was rank's gradient
@@ -173,6 +174,7 @@ class EmulatedOptimizer:
         mean = None
         if loss is not None:
             losses = []
+            self.optimizer.zero_grad()
             for rank in range(self.n_ranks):
                 value = loss(rank)
                 value.backward()

@@ -442,6 +442,12 @@ def test_emulated_optimizer_two_ranks_equals_oracle():
         np.testing.assert_array_equal(parameter.grad.numpy(), expected)
         torch.testing.assert_close(parameter.detach(), before[index] - 0.5 * parameter.grad, rtol=0, atol=0)
     assert torch.isfinite(loss)
+    # A second step must not see the first one's gradient, which is still in `.grad`.
+    grads = [rank_grads(model, x[rank]) for rank in range(2)]
+    optimizer.step(lambda rank: model(x[rank]).square().mean())
+    for index, parameter in enumerate(model.parameters()):
+        expected = reference_allreduce([rank[index].numpy() for rank in grads], 4, 3)
+        np.testing.assert_array_equal(parameter.grad.numpy(), expected)
 
 
 @pytest.mark.parametrize("n_ranks", [1, 3, 4, 9])

@@ -1,0 +1,33 @@
+"""The `horovod-aps` command: a dispatcher; each subcommand is a module with `add_parser(subparsers)`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+SUBCOMMANDS = ("predict", "calibrate", "timeline")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with all subcommands; every one sets `run`, a function of the parsed arguments."""
+    parser = argparse.ArgumentParser(prog="horovod-aps", description="Tools around horovod_aps.")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name in SUBCOMMANDS:
+        importlib.import_module(f"horovod_aps.{name}").add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; a user's mistake is one line on stderr and exit code 2."""
+    args = build_parser().parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        print(f"horovod-aps {args.command}: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
