@@ -1,0 +1,113 @@
+"""The smallest complete example: a conv net on scikit-learn's handwritten digits, which ship with it.
+
+horovodrun -np 2 python examples/pytorch/pytorch_digits.py --aps-allreduce --aps-exp-bits 4 --aps-man-bits 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch.utils.data import Dataset, TensorDataset
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import common  # noqa: E402
+import training  # noqa: E402
+
+from horovod_aps.torch import APSCompressor  # noqa: E402
+
+
+class Net(torch.nn.Module):
+    """Two convolutions and two linear layers for 8x8 images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = torch.nn.Conv2d(1, 32, 3, padding=1)
+        self.conv2 = torch.nn.Conv2d(32, 64, 3, padding=1)
+        self.fc1 = torch.nn.Linear(1024, 128)
+        self.fc2 = torch.nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.max_pool2d(F.relu(self.conv2(F.relu(self.conv1(x)))), 2)
+        return self.fc2(F.relu(self.fc1(x.flatten(1))))
+
+
+def make_data(args: argparse.Namespace) -> tuple[Dataset[Any], Dataset[Any]]:
+    """Every fifth digit is for testing; --synthetic takes noise instead."""
+    if args.synthetic:
+        generator = torch.Generator().manual_seed(args.seed)
+        images, labels = torch.rand(1000, 1, 8, 8, generator=generator), torch.arange(1000) % 10
+    else:
+        pixels, classes = load_digits(return_X_y=True)
+        images, labels = (
+            torch.tensor(pixels / 16, dtype=torch.float32).view(-1, 1, 8, 8),
+            torch.tensor(classes),
+        )
+    is_test = torch.arange(len(images)) % 5 == 0
+    return TensorDataset(images[~is_test], labels[~is_test]), TensorDataset(images[is_test], labels[is_test])
+
+
+def main() -> None:
+    parser = common.Parser("PyTorch digits example with APS gradient compression")
+    common.add_training_flags(parser, epochs=10, batch_size=32, base_lr=0.025, warmup_epochs=1)
+    common.add_compression_flags(parser)
+    args = common.parse(parser)
+    args.workers = 0
+    # Horovod: initialize library.
+    hvd.init()
+    device = training.pick_device(args)
+    train_loader, test_loader, sampler = training.loaders(*make_data(args), args, device)
+    model = Net().to(device)
+    amp = training.MixedPrecision(args.mixed_precision, device)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=args.base_lr, momentum=0.9)
+    # Horovod: wrap the optimizer; this is where the gradients' format is chosen.
+    compression = common.compression(args, hvd.Compression, APSCompressor)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=compression
+    )
+    step = training.restore(args, model, optimizer, amp)
+    log = training.Log(args.log_dir)
+    n_batches = len(train_loader)
+    last_step = min(args.epochs * n_batches, args.max_steps or sys.maxsize)
+    with tqdm(total=last_step, initial=step, disable=hvd.rank() != 0) as bar:
+        while step < last_step:
+            model.train()
+            sampler.set_epoch(step // n_batches)
+            for images, labels in train_loader:
+                for group in optimizer.param_groups:
+                    group["lr"] = common.learning_rate(args, step / n_batches, hvd.size(), "poly")
+                images, labels = images.to(device), labels.to(device)
+                optimizer.zero_grad()
+                with amp.autocast():
+                    loss = F.cross_entropy(model(images), labels)
+                amp.step(loss, optimizer)
+                step += 1
+                bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+                bar.update()
+                if step >= last_step:
+                    break
+            model.eval()
+            accuracy = training.Mean("accuracy")
+            with torch.no_grad():
+                for images, labels in test_loader:
+                    hits = model(images.to(device)).argmax(1) == labels.to(device)
+                    accuracy.update(hits.float().mean(), len(labels))
+            top1 = accuracy.over_ranks()
+            log.add(step, train_loss=loss.item(), test_accuracy=top1)
+            training.save_checkpoint(args.checkpoint, model, optimizer, amp, step)
+            if hvd.rank() == 0:
+                bar.write(f"step {step}: test accuracy {top1:.2%}")
+    log.close()
+    common.finish(args, compression, hvd.rank())
+
+
+if __name__ == "__main__":
+    main()

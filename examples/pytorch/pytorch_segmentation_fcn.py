@@ -1,0 +1,170 @@
+"""Semantic segmentation with torchvision's FCN or DeepLab on Cityscapes, VOC or folders of images and labels.
+
+    horovodrun -np 2 python examples/pytorch/pytorch_segmentation_fcn.py --data-dir camvid --layout folder \\
+        --crop 176 240 --aps-allreduce --aps-exp-bits 4 --aps-man-bits 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+import torch.nn.functional as F
+from torch.utils.data import Dataset
+from torchvision.models import segmentation
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import common  # noqa: E402
+import segmentation_data  # noqa: E402
+import training  # noqa: E402
+
+from horovod_aps.torch import APSCompressor  # noqa: E402
+
+MODELS = (
+    "fcn_resnet50",
+    "fcn_resnet101",
+    "deeplabv3_resnet50",
+    "deeplabv3_resnet101",
+    "deeplabv3_mobilenet_v3_large",
+    "lraspp_mobilenet_v3_large",
+)
+
+
+class AsTensors(Dataset[Any]):
+    """SegmentationData as PyTorch wants it: channels first."""
+
+    def __init__(self, data: segmentation_data.SegmentationData) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        image, labels = self.data[i]
+        return torch.from_numpy(image).permute(2, 0, 1).contiguous(), torch.from_numpy(labels)
+
+
+def parse() -> argparse.Namespace:
+    parser = common.Parser("PyTorch segmentation example with APS gradient compression")
+    segmentation_data.add_flags(parser)
+    parser.add_argument("--model", choices=MODELS, default="fcn_resnet50", help="torchvision model")
+    parser.add_argument("--workers", type=int, default=0, help="processes that load data, per rank")
+    parser.add_argument("--weight-decay", type=float, default=1e-4)
+    common.add_training_flags(parser, epochs=60, batch_size=4, base_lr=0.01, warmup_epochs=1)
+    common.add_compression_flags(parser)
+    args = common.parse(parser)
+    if args.model.startswith("deeplab") and args.batch_size < 2:
+        parser.error(
+            "--batch-size must be at least 2 for DeepLab, whose image pooling normalises over the batch"
+        )
+    return args
+
+
+def make_model(args: argparse.Namespace, n_classes: int) -> torch.nn.Module:
+    """The model without pretrained weights; FCN and DeepLab get their auxiliary classifier."""
+    options = {} if args.model.startswith("lraspp") else {"aux_loss": True}
+    return getattr(segmentation, args.model)(
+        weights=None, weights_backbone=None, num_classes=n_classes, **options
+    )
+
+
+def pixel_loss(output: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy over the pixels that have a class, plus 0.4 of the auxiliary classifier's."""
+    if not (labels != segmentation_data.VOID).any():
+        return 0.0 * output["out"].sum()  # the mean over no pixels would be NaN
+    losses = {
+        name: F.cross_entropy(logits.float(), labels, ignore_index=segmentation_data.VOID)
+        for name, logits in output.items()
+    }
+    return losses["out"] + 0.4 * losses.get("aux", 0.0)
+
+
+def evaluate(
+    model: torch.nn.Module, loader: Any, device: torch.device, n_classes: int, args: argparse.Namespace
+) -> float:
+    """Mean IoU over the validation data of all ranks."""
+    model.eval()
+    matrix = torch.zeros(n_classes, n_classes, dtype=torch.int64)
+    with torch.no_grad():
+        for images, labels in training.first_batches(loader, args.max_steps):
+            predictions = model(images.to(device))["out"].argmax(1).cpu()
+            matrix += torch.from_numpy(
+                segmentation_data.confusion(labels.numpy(), predictions.numpy(), n_classes)
+            )
+    # Horovod: counts add up over the ranks; means of each rank's mean IoU would be something else.
+    return segmentation_data.mean_iou(hvd.allreduce(matrix, op=hvd.Sum, name="confusion").numpy())
+
+
+def main() -> None:
+    args = parse()
+    # Horovod: initialize library.
+    hvd.init()
+    device = training.pick_device(args)
+    train_data = segmentation_data.SegmentationData(args, "train")
+    val_data = segmentation_data.SegmentationData(args, "val")
+    n_classes = train_data.n_classes
+    train_loader, val_loader, sampler = training.loaders(
+        AsTensors(train_data), AsTensors(val_data), args, device
+    )
+    if len(train_loader) == 0:
+        common.fail(
+            f"{len(train_data)} images make no batch of {args.batch_size} on each of {hvd.size()} ranks; "
+            f"use a smaller --batch-size"
+        )
+    model = make_model(args, n_classes).to(device)
+    amp = training.MixedPrecision(args.mixed_precision, device)
+    optimizer: Any = torch.optim.SGD(
+        model.parameters(), lr=args.base_lr, momentum=0.9, weight_decay=args.weight_decay
+    )
+    # Horovod: wrap the optimizer; this is where the gradients' format is chosen.
+    compression = common.compression(args, hvd.Compression, APSCompressor)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=compression
+    )
+    step = training.restore(args, model, optimizer, amp)
+    log = training.Log(args.log_dir)
+    last_step = min(args.epochs * len(train_loader), args.max_steps or sys.maxsize)
+
+    for epoch in range(step // len(train_loader), args.epochs):
+        if step >= last_step:
+            break
+        model.train()
+        sampler.set_epoch(epoch)
+        train_data.epoch = epoch
+        train_loss = training.Mean("train.loss")
+        with tqdm(total=len(train_loader), desc=f"epoch {epoch + 1}", disable=hvd.rank() != 0) as bar:
+            for batch, (images, labels) in enumerate(train_loader):
+                rate = common.learning_rate(args, epoch + batch / len(train_loader), hvd.size(), "poly")
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                images, labels = images.to(device), labels.to(device)
+                optimizer.zero_grad()
+                with amp.autocast():
+                    output = model(images)
+                loss = pixel_loss(output, labels)
+                amp.step(loss, optimizer)
+                train_loss.update(loss.detach(), len(labels))
+                step += 1
+                bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+                bar.update()
+                if step >= last_step:
+                    break
+        mean_loss, iou = train_loss.over_ranks(), evaluate(model, val_loader, device, n_classes, args)
+        log.add(step, train_loss=mean_loss, train_rate=rate, val_iou=iou)
+        training.save_checkpoint(args.checkpoint, model, optimizer, amp, step)
+        if hvd.rank() == 0:
+            print(
+                f"epoch {epoch + 1}: step {step}, train loss {mean_loss:.3f}, mean IoU {iou:.3f}", flush=True
+            )
+    log.close()
+    common.finish(args, compression, hvd.rank())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Images per second of a torchvision model on random data, for each way to send gradients.
+
+    horovodrun -np 2 python examples/pytorch/pytorch_synthetic_benchmark.py --model resnet50 --aps-allreduce
+
+Compare with --fp16-allreduce and without either. On one machine without GPUs the network is not what takes
+time; benchmarks/ measures the exchange over links of a given speed.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+import torch.nn.functional as F
+from torchvision import models
+from tqdm import trange
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import common  # noqa: E402
+import training  # noqa: E402
+
+from horovod_aps.torch import APSCompressor  # noqa: E402
+
+
+def main() -> None:
+    parser = common.Parser("PyTorch synthetic benchmark with APS gradient compression")
+    parser.add_argument("--model", default="resnet50", help="name of a torchvision classifier")
+    parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
+    parser.add_argument("--image-size", type=int, default=224)
+    parser.add_argument("--num-warmup-batches", type=int, default=10, help="steps before the timing begins")
+    parser.add_argument("--num-batches-per-iter", type=int, default=10, help="steps of one measurement")
+    parser.add_argument("--num-iters", type=int, default=10, help="measurements")
+    parser.add_argument("--mixed-precision", action="store_true", help="float16 on GPUs, bfloat16 on CPUs")
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--no-cuda", action="store_true", help="do not use GPUs")
+    common.add_compression_flags(parser)
+    args = common.parse(parser)
+    if args.model not in models.list_models(module=models):
+        parser.error(
+            f"--model must be a torchvision classifier such as resnet18 or vgg16, got {args.model!r}"
+        )
+    # Horovod: initialize library.
+    hvd.init()
+    device = training.pick_device(args)
+    model = models.get_model(args.model).to(device)
+    amp = training.MixedPrecision(args.mixed_precision, device)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size())
+    # Horovod: wrap the optimizer; this is where the gradients' format is chosen.
+    compression = common.compression(args, hvd.Compression, APSCompressor)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=compression
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    images = torch.randn(args.batch_size, 3, args.image_size, args.image_size, device=device)
+    labels = torch.randint(1000, (args.batch_size,), device=device)
+
+    def steps(n: int) -> float:
+        """Seconds that n training steps take."""
+        start = time.perf_counter()
+        for _ in range(n):
+            optimizer.zero_grad()
+            with amp.autocast():
+                output = model(images)
+                loss = F.cross_entropy(output if isinstance(output, torch.Tensor) else output.logits, labels)
+            amp.step(loss, optimizer)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    steps(args.num_warmup_batches)
+    rates = []
+    for _ in trange(args.num_iters, disable=hvd.rank() != 0):
+        rates.append(args.batch_size * args.num_batches_per_iter / steps(args.num_batches_per_iter))
+    # Horovod: every rank has its own clock; report the mean over ranks and measurements.
+    all_rates = hvd.allgather(torch.tensor(rates), name="rates")
+    if hvd.rank() == 0:
+        unit = "GPU" if device.type == "cuda" else "CPU rank"
+        spread = 1.96 * all_rates.std(correction=0).item()
+        print(
+            f"{args.model}, batch {args.batch_size}, {hvd.size()} ranks, {compression}\n"
+            f"Images/s per {unit}: {all_rates.mean():.1f} +- {spread:.1f}\n"
+            f"Images/s in all: {hvd.size() * all_rates.mean():.1f} +- {hvd.size() * spread:.1f}",
+            flush=True,
+        )
+    common.finish(args, compression, hvd.rank())
+
+
+if __name__ == "__main__":
+    main()

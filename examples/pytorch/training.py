@@ -1,0 +1,155 @@
+"""What the PyTorch examples share: devices, mixed precision, sums over ranks, checkpoints, TensorBoard."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data.distributed import DistributedSampler
+
+
+def pick_device(args: argparse.Namespace) -> torch.device:
+    """This rank's GPU if there is one, else the CPU; seeds the generators."""
+    torch.manual_seed(args.seed)
+    if args.no_cuda or not torch.cuda.is_available():
+        return torch.device("cpu")
+    # Horovod: pin GPU to local rank.
+    torch.cuda.set_device(hvd.local_rank())
+    return torch.device("cuda", hvd.local_rank())
+
+
+def loaders(
+    train: Dataset[Any], test: Dataset[Any], args: argparse.Namespace, device: torch.device
+) -> tuple[DataLoader[Any], DataLoader[Any], DistributedSampler[Any]]:
+    """Loaders of this rank's share of the data, and the sampler to be told of every new epoch."""
+    options: dict[str, Any] = {
+        "batch_size": args.batch_size,
+        "num_workers": args.workers,
+        "pin_memory": device.type == "cuda",
+    }
+    if args.workers:  # fork is unsafe once MPI or CUDA threads run
+        options.update(multiprocessing_context="forkserver", persistent_workers=True)
+    # Horovod: every rank trains on its own share ...
+    sampler = DistributedSampler(train, num_replicas=hvd.size(), rank=hvd.rank(), seed=args.seed)
+    # ... and tests on its own share, every sample exactly once.
+    share = Subset(test, range(hvd.rank(), len(test), hvd.size()))  # type: ignore[arg-type]
+    return (
+        DataLoader(train, sampler=sampler, drop_last=True, **options),
+        DataLoader(share, **options),
+        sampler,
+    )
+
+
+class MixedPrecision:
+    """Autocast and loss scaling: float16 on GPUs, bfloat16 (which needs no scaling) on CPUs, or neither."""
+
+    def __init__(self, enabled: bool, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.enabled = enabled
+        self.device = device.type
+        self.scaler = torch.amp.GradScaler(self.device, enabled=enabled and self.on_gpu)
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The context for the forward pass."""
+        dtype = torch.float16 if self.on_gpu else torch.bfloat16
+        return torch.autocast(self.device, dtype=dtype, enabled=self.enabled)
+
+    def step(self, loss: torch.Tensor, optimizer: Any) -> None:
+        """Backward pass and update; a step in which any rank overflowed is skipped by all."""
+        self.scaler.scale(loss).backward()
+        # Horovod: the gradients must be averaged before the scaler looks for infinities in them.
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            self.scaler.step(optimizer)
+        self.scaler.update()
+
+
+class Mean:
+    """A mean of samples over all ranks; ranks may hold different numbers of them."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.sum = torch.zeros(2, dtype=torch.float64)
+
+    def update(self, value: torch.Tensor, n_samples: int) -> None:
+        """Add the mean `value` of n_samples on this rank."""
+        self.sum += torch.tensor([value.item() * n_samples, n_samples], dtype=torch.float64)
+
+    def over_ranks(self) -> float:
+        """Horovod: the mean over all samples of all ranks; every rank must call it."""
+        total = hvd.allreduce(self.sum, op=hvd.Sum, name=self.name)
+        return (total[0] / total[1].clamp(min=1)).item()
+
+
+def save_checkpoint(
+    path: Path | None, model: torch.nn.Module, optimizer: Any, amp: MixedPrecision, step: int
+) -> None:
+    """Horovod: rank 0 writes what all ranks have in common; a crash leaves the old file or the new one."""
+    if path is None or hvd.rank() != 0:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    torch.save(
+        {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "scaler": amp.scaler.state_dict(),
+            "step": step,
+        },
+        unfinished,
+    )
+    unfinished.replace(path)
+
+
+def restore(args: argparse.Namespace, model: torch.nn.Module, optimizer: Any, amp: MixedPrecision) -> int:
+    """Start all ranks alike, from rank 0's checkpoint or random weights; returns the steps already done."""
+    step = 0
+    if args.resume and hvd.rank() == 0 and args.checkpoint.exists():
+        state = torch.load(args.checkpoint, weights_only=True, map_location="cpu")
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        amp.scaler.load_state_dict(state["scaler"])
+        step = state["step"]
+        print(f"Resuming from {args.checkpoint} at step {step}", flush=True)
+    # Horovod: broadcast parameters, optimizer state and progress from rank 0.
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    step, scaler_state = hvd.broadcast_object((step, amp.scaler.state_dict()), root_rank=0)
+    amp.scaler.load_state_dict(scaler_state)
+    return int(step)
+
+
+class Log:
+    """TensorBoard on rank 0 if --log-dir is given, else nothing."""
+
+    def __init__(self, folder: str | None) -> None:
+        self.writer = None
+        if folder and hvd.rank() == 0:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(folder)
+
+    def add(self, step: int, **values: float) -> None:
+        """Write scalars, with the first underscore of a name as the folder: train_loss is train/loss."""
+        for name, value in values.items() if self.writer else ():
+            assert self.writer is not None
+            self.writer.add_scalar(name.replace("_", "/", 1), value, step)
+
+    def close(self) -> None:
+        """Flush to disk."""
+        if self.writer:
+            self.writer.close()
+
+
+def first_batches(loader: DataLoader[Any], max_steps: int | None) -> Iterator[Any]:
+    """All batches, or the first few while trying things out."""
+    for i, batch in enumerate(loader):
+        if max_steps is not None and i >= max_steps:
+            return
+        yield batch
