@@ -1,7 +1,7 @@
 """How ranks make sure that they mean the same batch before any packed byte is read.
 
-A batch is described by its layers and the compressor's options. Ranks compare full descriptions (JSON, parsed and
-never executed) when a batch is new or when digests differ, and all raise the same error if they disagree.
+A batch is described by its layers and the compressor's options. Ranks compare full descriptions (JSON, parsed
+and never executed) when a batch is new or when digests differ, and all raise the same error if they disagree.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from horovod_aps.layout import LayerSpec
 from horovod_aps.options import FLOAT32, Options, WireFormat
 
 DTYPE_NAMES = ("float32", "float64", "float16", "bfloat16")
+LAYER_KEYS = {"shape", "dtype", "factor", "format", "specials"}
+MAX_PROPOSAL = 1 << 28  # bytes; half a million layers need less
 
 
 class _LayerLike(Protocol):
@@ -60,21 +62,55 @@ def digest_words(description: str) -> tuple[int, int]:
 
 def proposal(specs: Sequence[LayerSpec], options: Options) -> bytes:
     """This rank's description of the batch, with its own order of arrival."""
-    return json.dumps({"description": describe(specs, options), "order": [spec.name for spec in specs]}).encode()
+    order = [spec.name for spec in specs]
+    return json.dumps({"description": describe(specs, options), "order": order}).encode()
 
 
 def settle(proposals: Sequence[bytes]) -> dict[str, int]:
     """Position of every layer in rank 0's order, if all ranks proposed the same batch.
 
-    Raises ValueError, with the same text on all ranks, that names the ranks and both values otherwise.
+    Raises ValueError, with the same text on all ranks, that names the ranks and both values otherwise, or the
+    rank whose message is truncated or not ours.
     """
-    parsed = [json.loads(raw) for raw in proposals]
-    descriptions = [json.loads(entry["description"]) for entry in parsed]
-    for rank, other in enumerate(descriptions):
-        difference = _difference(descriptions[0], other, rank)
+    parsed = [_parse(raw, rank) for rank, raw in enumerate(proposals)]
+    first, order = parsed[0]
+    for rank, (other, _) in enumerate(parsed):
+        difference = _difference(first, other, rank)
         if difference:
             raise ValueError(f"APSCompressor: {difference}")
-    return {name: position for position, name in enumerate(parsed[0]["order"])}
+    if first["version"] != __version__:
+        raise _foreign(0, f"version {first['version']!r}")
+    return {name: position for position, name in enumerate(order)}
+
+
+def _parse(raw: bytes, rank: int) -> tuple[dict[str, Any], list[str]]:
+    """The description and the order in a proposal; ValueError says what is wrong with anything else."""
+    if len(raw) > MAX_PROPOSAL:
+        raise _foreign(rank, f"{len(raw)} bytes, more than {MAX_PROPOSAL}")
+    try:
+        entry = json.loads(raw)
+        description = json.loads(entry["description"])
+        order = entry["order"]
+        version = description["version"]
+        options, layers = description["options"], description["layers"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:  # bytes of any kind can be here
+        raise _foreign(rank, f"{type(error).__name__}, {len(raw)} bytes") from None
+    if not isinstance(version, str) or not isinstance(options, dict) or not isinstance(layers, dict):
+        raise _foreign(rank, "version, options or layers have the wrong type")
+    if version != __version__:  # another version may describe its layers as it likes
+        return description, []
+    if not all(isinstance(layer, dict) and set(layer) == LAYER_KEYS for layer in layers.values()):
+        raise _foreign(rank, f"layers must have {', '.join(sorted(LAYER_KEYS))}")
+    if not isinstance(order, list) or not all(isinstance(name, str) for name in order):
+        raise _foreign(rank, "order must be a list of names")
+    if sorted(order) != sorted(layers):
+        raise _foreign(rank, "order and layers must name the same tensors")
+    return description, order
+
+
+def _foreign(rank: int, what: str) -> ValueError:
+    return ValueError(f"APSCompressor: the message of rank {rank} is truncated or not of horovod_aps ({what}); "
+                      f"check that all ranks run the same program and horovod_aps {__version__}")
 
 
 def _difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> str | None:
@@ -82,9 +118,10 @@ def _difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> str 
     if first["version"] != other["version"]:
         return (f"rank 0 runs horovod_aps {first['version']}, rank {rank} runs {other['version']}; "
                 f"install the same version everywhere")
-    for name, value in first["options"].items():
-        if other["options"].get(name) != value:
-            return (f"option {name} is {value!r} on rank 0 and {other['options'].get(name)!r} on rank {rank}; "
+    for name in sorted(set(first["options"]) | set(other["options"])):
+        value, theirs = first["options"].get(name), other["options"].get(name)
+        if theirs != value:
+            return (f"option {name} is {value!r} on rank 0 and {theirs!r} on rank {rank}; "
                     f"all ranks must use the same options")
     for name in sorted(set(first["layers"]) | set(other["layers"])):
         mine, theirs = first["layers"].get(name), other["layers"].get(name)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_aps.kernels import RAW, SPECIALS
+from horovod_aps.kernels import SPECIALS
 from horovod_aps.layout import packed_bytes
 from horovod_aps.options import Options, WireFormat, as_wire_format
 
@@ -65,10 +65,22 @@ class AutoChooser:
     def settle(self, proposals: Sequence[bytes]) -> dict[str, Any]:
         """The overrides that follow from all ranks' proposals, equal on all of them."""
         merged: dict[str, int] = {}
-        for raw in proposals:
-            for name, index in json.loads(raw).items():
-                merged[name] = max(merged.get(name, 0), int(index))
+        for rank, raw in enumerate(proposals):
+            for name, index in self._parse(raw, rank).items():
+                merged[name] = max(merged.get(name, 0), index)
         return {name: self._candidates[index][1] for name, index in sorted(merged.items())}
+
+    def _parse(self, raw: bytes, rank: int) -> dict[str, int]:
+        """A rank's proposal; ValueError for bytes that are truncated or not ours."""
+        try:
+            choice = json.loads(raw)
+        except (ValueError, RecursionError):
+            choice = None
+        if not isinstance(choice, dict) or not all(type(index) is int and 0 <= index < len(self._candidates)
+                                                   for index in choice.values()):
+            raise ValueError(f"APSCompressor: the formats that rank {rank} proposes are truncated or not of "
+                             f"horovod_aps ({len(raw)} bytes); check that all ranks run the same program")
+        return choice
 
 
 def format_table(overrides: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 HOROVOD_APS_NUM_THREADS   threads of one CPU kernel call, default 1 (a host runs one rank per core)
 HOROVOD_APS_AVX2          0 keeps the CPU kernels to the baseline instruction set, default 1
 HOROVOD_APS_LOG           debug, info, warning (default) or error; debug prints every phase of every exchange
-HOROVOD_APS_TIMELINE      trace.json makes every rank write trace.rank<r>.json, to be read like Horovod's timeline
+HOROVOD_APS_TIMELINE      trace.json makes every rank write its phases to trace.rank<r>.json, see `timeline`
 """
 
 import os
@@ -56,5 +56,8 @@ def timeline_file() -> Path | None:
 
 
 def launcher_rank() -> str | None:
-    """This process's rank as its launcher tells it, which is known before `hvd.init()`; None without a launcher."""
-    return os.environ.get("HOROVOD_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK")
+    """This process's rank as its launcher tells it, known before `hvd.init()`; None without a launcher."""
+    for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        if os.environ.get(name, "").isdecimal():
+            return os.environ[name]
+    return None

@@ -1,8 +1,8 @@
 """The phases of every exchange, for people: trace lines at HOROVOD_APS_LOG=debug, and a timeline file.
 
-Horovod's own timeline knows only Horovod's operations and has no way in for others, so with HOROVOD_APS_TIMELINE
-every rank writes a file of the same kind (Chrome trace, the time of its start in the first event), and
-`horovod-aps timeline` puts such files and Horovod's on one time axis.
+Horovod's own timeline knows only Horovod's operations and has no way in for others, so with
+HOROVOD_APS_TIMELINE every rank writes a file of the same kind (Chrome trace, its start in the first event),
+and `horovod-aps timeline` puts such files and Horovod's on one time axis.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ class TimelineFile:
         self._file: BinaryIO = open(path, "wb", buffering=0)
         self._file.write(b"[]")
         self._events = 0
-        epoch = {"ph": "M", "name": "process_name", "pid": PID_BASE - 1, "args": {START_KEY: time.time_ns() // 1000}}
-        name = {"ph": "M", "name": "process_name", "pid": self._pid, "args": {"name": f"horovod_aps rank {rank}"}}
-        for event in (epoch, name):
-            self._append(event)
+        epoch, name = {START_KEY: time.time_ns() // 1000}, {"name": f"horovod_aps rank {rank}"}
+        for pid, args in ((PID_BASE - 1, epoch), (self._pid, name)):
+            self._append({"ph": "M", "name": "process_name", "pid": pid, "args": args})
 
     def add(self, name: str, bucket: int, begin_ns: int, end_ns: int, args: dict[str, Any]) -> None:
         """Write one finished phase; `begin_ns` and `end_ns` are of `time.perf_counter_ns`."""
@@ -61,8 +60,8 @@ class Phases:
     def __call__(self, name: str, n_bytes: int = 0) -> None:
         """Begin the phase `name`, in which this rank sends `n_bytes`."""
         self.end()
-        logger.debug("step %d bucket %d (%d layers): %s, %d bytes", self._step, self._bucket, self._n_layers, name,
-                     n_bytes)
+        logger.debug("step %d bucket %d (%d layers): %s, %d bytes", self._step, self._bucket, self._n_layers,
+                     name, n_bytes)
         self._name, self._begin, self._n_bytes = name, time.perf_counter_ns(), n_bytes
 
     def end(self) -> None:
@@ -112,18 +111,19 @@ def _timeline() -> TimelineFile | None:
     return _file
 
 
-# ---- horovod-aps timeline -----------------------------------------------------------------------------------
+# ---- horovod-aps timeline ---------------------------------------------------------------------------------
 
 
 def merge(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """The events of several timelines on one time axis, that of the earliest; ValueError names a foreign file."""
+    """The events of several timelines on the time axis of the earliest; ValueError names a foreign file."""
     parts = []
     for path in paths:
         try:
             events = json.loads(path.read_text())
             start = next(event["args"][START_KEY] for event in events if START_KEY in event.get("args", {}))
         except (ValueError, AttributeError, TypeError, KeyError, StopIteration):
-            raise ValueError(f"{path} must be a timeline of Horovod or horovod_aps (no {START_KEY} in it)") from None
+            raise ValueError(f"{path} must be a timeline of Horovod or horovod_aps, with {START_KEY}"
+                             ) from None
         parts.append((start, events))
     origin = min(start for start, _ in parts)
     merged = []
@@ -135,7 +135,7 @@ def merge(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 def add_parser(subparsers: Any) -> None:
     """Add the `timeline` subcommand."""
-    parser = subparsers.add_parser("timeline", help="put timelines of Horovod and horovod_aps on one time axis")
+    parser = subparsers.add_parser("timeline", help="merge timelines of Horovod and horovod_aps")
     parser.add_argument("files", nargs="+", type=Path, help="Horovod's timeline and trace.rank<r>.json files")
     parser.add_argument("--output", type=Path, default=Path("merged.json"))
     parser.set_defaults(run=_run)
@@ -144,5 +144,5 @@ def add_parser(subparsers: Any) -> None:
 def _run(args: argparse.Namespace) -> int:
     events = merge(args.files)
     args.output.write_text(json.dumps(events))
-    print(f"{len(events)} events of {len(args.files)} files in {args.output}; open it in chrome://tracing or Perfetto")
+    print(f"{len(events)} events of {len(args.files)} files in {args.output}; see it in chrome://tracing")
     return 0
