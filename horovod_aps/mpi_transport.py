@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from horovod_aps.transport import Overlap
+
 TAG_ALLTOALL, TAG_ALLGATHER, N_TAGS = 0, 1, 2
 MAX_MESSAGE = 1 << 30  # bytes; MPI counts are int32
 
@@ -36,7 +38,7 @@ class _MpiRequest:
 class MpiTransport:
     """Point-to-point and MAX all-reduce on a private duplicate of the process set's communicator."""
 
-    overlaps = True
+    overlap: Overlap = "free"
 
     def __init__(self, ranks: Sequence[int]) -> None:
         """Duplicate COMM_WORLD, or make the communicator of `ranks`; collective over those ranks."""

@@ -8,9 +8,11 @@ or layers. `horovod_aps.mpi_transport` speaks MPI, each frontend brings one over
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
+
+Overlap = Literal["free", "clocked", "never"]
 
 
 class Request(Protocol):
@@ -28,8 +30,9 @@ class Transport(Protocol):
 
     rank: int
     size: int
-    overlaps: bool
-    """True if operations may start at points that differ between ranks, as in the middle of backward."""
+    overlap: Overlap
+    """Whether operations may start in the middle of backward: "free", at any moment; "clocked", only at points
+    that follow from the arrival of gradients and not from timing; "never", only at the flush."""
 
     def max(self, values: np.ndarray, slot: int) -> Request:
         """Element-wise maximum of an int32 vector over all ranks."""
@@ -58,7 +61,7 @@ class _LocalRequest:
 class LocalTransport:
     """One rank of a world that lives in a single process; `LocalTransport.world(n)` makes all of them."""
 
-    overlaps = False
+    overlap: Overlap = "never"
 
     def __init__(self, rank: int, size: int, board: dict[tuple[str, int, int], dict[int, Any]]) -> None:
         self.rank, self.size, self._board = rank, size, board

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from horovod.torch import mpi_ops
 
+from horovod_aps.transport import Overlap
+
 
 class _HorovodRequest:
     """A Horovod handle; its output, split into one array per rank where sizes are given."""
@@ -53,11 +55,11 @@ class _BytesRequest:
 class HorovodTransport:
     """Named all-reduce, all-to-all and all-gather on CPU tensors.
 
-    Everything starts inside `flush`, a point of the program that is the same on all ranks, so that the numbers
-    Horovod gives to unnamed operations of the user stay in step.
+    Operations start only at points of the program that are the same on all ranks, so that the numbers Horovod gives
+    to unnamed operations of the user stay in step.
     """
 
-    overlaps = False
+    overlap: Overlap = "clocked"
 
     def __init__(self, name: str, process_set: mpi_ops.ProcessSet) -> None:
         self._name, self._process_set = name, process_set
