@@ -90,7 +90,8 @@ class APSCompressor(BaseCompressor, Compressor):  # type: ignore[misc]
         if ctx is None:
             return tensor
         if ctx.batch is None or ctx.ticket is None:
-            raise ValueError("APSCompressor: this tensor was compressed but never all-reduced")
+            raise ValueError("APSCompressor: this tensor was compressed but not all-reduced through us; op must be "
+                             "Average or Sum, and hvd.DistributedOptimizer(op=hvd.Adasum) is not supported")
         self._flush(ctx.batch, ctx.ticket)
         assert ctx.result is not None
         if ctx.result is ctx.staged and ctx.staged is not ctx.original:  # in place, through a contiguous copy
