@@ -14,127 +14,24 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from horovod_aps import agreement, timeline
 from horovod_aps.auto import AutoChooser, format_table
+from horovod_aps.flight import POLL_SECONDS, Buffers, Flight, Job, Layer, Plan, Steps
 from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO, SUM_FLOAT, SUM_FORMAT, SUM_KAHAN
-from horovod_aps.layout import (EXPONENT_BYTES, ITEM_SIZES, MAX_LAYERS, BucketLayout, LayerSpec, plan_buckets)
+from horovod_aps.layout import EXPONENT_BYTES, MAX_LAYERS, BucketLayout, LayerSpec
 from horovod_aps.log import logger, trace
 from horovod_aps.options import Options
 from horovod_aps.statistics import Statistics
-from horovod_aps.transport import LocalTransport, Request, Transport
+from horovod_aps.transport import LocalTransport, Transport
 
 ACCUMULATE_CODES = {"float32": SUM_FLOAT, "format": SUM_FORMAT, "kahan": SUM_KAHAN}
 MAX_PLANS = 64  # batches remembered; an older one is agreed on anew when it comes back
-POLL_SECONDS = 50e-6  # between looks at the network while there is nothing else to do
 LOOK_SECONDS = 500e-6  # between looks from within backward
-CLOCK_LAGS = (1, 4)  # ticks from a bucket's start to its second and third phase, with a clocked transport
 HEADER_WORDS = 5  # digest, its negation, and a flag, ahead of the exponents of a bucket
-
-Steps = Generator[Request, None, None]
-
-
-@dataclass
-class Layer:
-    """One gradient handed to the exchange: where it is, and where its result goes."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: int
-    source: int
-    target: int
-    factor: float
-    keep: Any = None
-    """Holds the memory behind `source` and `target` alive."""
-
-
-class Plan:
-    """A batch whose make-up all ranks share: layer specs in bucket order, layouts, and reusable buffers."""
-
-    def __init__(self, specs: Sequence[LayerSpec], description: str, size: int, options: Options) -> None:
-        self.specs = list(specs)
-        self.by_name = {spec.name: spec for spec in self.specs}
-        self.words = agreement.digest_words(description)
-        self.buckets = plan_buckets(self.specs, size, options.bucket_mb)
-        self.bucket_of = {self.specs[layer].name: i for i, b in enumerate(self.buckets) for layer in b.layers}
-        self.buffers: list[_Buffers | None] = [None] * len(self.buckets)
-
-
-class _Buffers:
-    """Messages and segment tables of one bucket, made once and reused by every exchange of it."""
-
-    def __init__(self, kernels: Any, bucket: BucketLayout, rank: int, size: int) -> None:
-        self.table = bucket.segments.copy()
-        self.item_offsets = self.table["first"] * np.array(ITEM_SIZES)[self.table["dtype"]]
-        self.residual_offsets = self.table["first"] * 4
-        self.send = kernels.alloc(int(bucket.shard_bytes[-1]))
-        if bucket.n_shards == 1:
-            self.recv = kernels.alloc(len(self.send) * (size - 1))
-            return
-        self.mine = bucket.shard_table(rank)
-        self.n_payload = int(bucket.shard_bytes[rank + 1] - bucket.shard_bytes[rank])
-        self.recv = kernels.alloc(self.n_payload * size)
-        self.sums = kernels.alloc(int(bucket.gather_bytes[rank + 1] - bucket.gather_bytes[rank]))
-        self.gathered = kernels.alloc(int(bucket.gather_bytes[-1]) - len(self.sums))
-
-
-@dataclass
-class _Flight:
-    """A planned batch on its way: which layers have arrived, and the jobs of its launched buckets."""
-
-    plan: Plan
-    arrived: list[int]
-    layers: dict[str, Layer] = field(default_factory=dict)
-    jobs: list[_Job] = field(default_factory=list)
-    n_launched: int = 0
-    n_agreed: int = 0
-    broken: bool = False
-    tick: int = 0
-    next_look: float = 0.0
-
-    def agreed_names(self) -> set[str]:
-        """Layers of the buckets that were launched and agreed on; buckets are agreed on in order."""
-        return {self.plan.specs[i].name for bucket in self.plan.buckets[:self.n_agreed] for i in bucket.layers}
-
-
-class _Job:
-    """One bucket going through the phases; `step` moves it on when what it waits for is done."""
-
-    def __init__(self, steps: Steps, n_waits: int, tick: int) -> None:
-        self._steps = steps
-        self._n_waits, self._tick = n_waits, tick
-        self._n_waited = 0
-        self._request: Request | None = next(steps)
-
-    @property
-    def finished(self) -> bool:
-        return self._request is None
-
-    def step(self) -> bool:
-        """Advance as far as possible; True if anything moved."""
-        moved = False
-        while self._request is not None and self._request.done():
-            self._request = next(self._steps, None)
-            self._n_waited += 1
-            moved = True
-        return moved
-
-    def step_clocked(self, tick: int) -> None:
-        """Advance by what is due at `tick`, waiting for it; a last phase, which only decodes, when it is ready."""
-        if self._n_waited < self._n_waits - 1:
-            if tick < self._tick + CLOCK_LAGS[self._n_waited]:
-                return
-            while self._request is not None and not self._request.done():
-                time.sleep(POLL_SECONDS)
-            self._request = next(self._steps, None)
-            self._n_waited += 1
-        elif self._request is not None and self._request.done():
-            self._request = next(self._steps, None)
-
 
 class Exchange:
     """APS all-reduce of batches of layers among the ranks of one process set."""
@@ -149,7 +46,7 @@ class Exchange:
         self._pending: OrderedDict[str, Layer] = OrderedDict()
         self._plans: OrderedDict[str, Plan] = OrderedDict()
         self._plan_of: dict[str, Plan] = {}
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._lock = threading.RLock()
 
     # ---- handing in and taking out ------------------------------------------------------------------------
@@ -294,15 +191,15 @@ class Exchange:
 
     # ---- flying a planned batch ---------------------------------------------------------------------------
 
-    def _take_off(self, plan: Plan) -> _Flight:
-        return _Flight(plan, [len(bucket.layers) for bucket in plan.buckets])
+    def _take_off(self, plan: Plan) -> Flight:
+        return Flight(plan, [len(bucket.layers) for bucket in plan.buckets])
 
-    def _arrive(self, flight: _Flight, layer: Layer) -> None:
+    def _arrive(self, flight: Flight, layer: Layer) -> None:
         if flight.plan.by_name.get(layer.name) == self._specs([layer])[0]:
             flight.layers[layer.name] = layer
             flight.arrived[flight.plan.bucket_of[layer.name]] -= 1
 
-    def _advance(self, flight: _Flight) -> bool:
+    def _advance(self, flight: Flight) -> bool:
         """Launch the buckets that may start and move all jobs on; True if anything moved.
 
         Bucket k starts only after k-1 has been agreed on or, if all start at the flush, after the first has, whose
@@ -319,25 +216,25 @@ class Exchange:
             flight.jobs = [job for job in flight.jobs if not job.finished]
         return moved
 
-    def _may_launch(self, flight: _Flight) -> bool:
+    def _may_launch(self, flight: Flight) -> bool:
         index = flight.n_launched
         return (not flight.broken and index < len(flight.plan.buckets) and flight.arrived[index] == 0
                 and flight.n_agreed >= (index if self.transport.overlap != "never" else min(1, index)))
 
-    def _launch(self, flight: _Flight) -> None:
+    def _launch(self, flight: Flight) -> None:
         index = flight.n_launched
         n_waits = 2 if flight.plan.buckets[index].n_shards == 1 else 3
-        flight.jobs.append(_Job(self._reduce_bucket(flight, index), n_waits, flight.tick))
+        flight.jobs.append(Job(self._reduce_bucket(flight, index), n_waits, flight.tick))
         flight.n_launched += 1
 
-    def _look_after(self, flight: _Flight) -> None:
+    def _look_after(self, flight: Flight) -> None:
         """Move the flight on from within backward, but not so often that looking costs more than it brings."""
         now = time.perf_counter()
         if now >= flight.next_look or self._may_launch(flight):
             self._advance(flight)
             flight.next_look = time.perf_counter() + LOOK_SECONDS
 
-    def _tick(self, flight: _Flight) -> None:
+    def _tick(self, flight: Flight) -> None:
         """Start what is due by the arrival of gradients alone, never by the time it takes.
 
         Every full bucket is a tick of the clock: at it earlier buckets start their next phase, some ticks after
@@ -353,7 +250,7 @@ class Exchange:
             if self._may_launch(flight):
                 self._launch(flight)
 
-    def _fly(self, flight: _Flight) -> Generator[bool, None, None]:
+    def _fly(self, flight: Flight) -> Generator[bool, None, None]:
         """Bring every bucket that can be launched home."""
         while True:
             moved = self._advance(flight)
@@ -361,12 +258,12 @@ class Exchange:
                 return
             yield moved
 
-    def _reduce_bucket(self, flight: _Flight, index: int) -> Steps:
+    def _reduce_bucket(self, flight: Flight, index: int) -> Steps:
         """All phases of one bucket; yields what it waits for."""
         plan, bucket, transport = flight.plan, flight.plan.buckets[index], self.transport
         buffers = plan.buffers[index]
         if buffers is None:
-            buffers = plan.buffers[index] = _Buffers(self.kernels, bucket, transport.rank, transport.size)
+            buffers = plan.buffers[index] = Buffers(self.kernels, bucket, transport.rank, transport.size)
         layers = [flight.layers[plan.specs[i].name] for i in bucket.layers]
         table, segment_layer = buffers.table, bucket.layer_of_segment
         targets = np.array([layer.target for layer in layers], np.uint64)
@@ -388,6 +285,8 @@ class Exchange:
         words = shared[:HEADER_WORDS]
         if words[0] != -words[2] or words[1] != -words[3] or words[4]:
             flight.broken = True
+            for layer in layers:  # their gradients are in the residuals already, and will be handed in again
+                self.residuals.pop(layer.name, None)
             return
         flight.n_agreed += 1
         exponents = self._final_exponents(shared[HEADER_WORDS:HEADER_WORDS + len(layers)], plan, bucket)
@@ -418,9 +317,8 @@ class Exchange:
         phase("APS_REDUCE")
         first, last = bucket.shard_segments[transport.rank], bucket.shard_segments[transport.rank + 1]
         buffers.mine["exponent"] = table["exponent"][first:last]
-        keep = {} if self.options.scaling else {"keep_exponent": True}
         self.kernels.reduce(buffers.mine, request.result(), mode, buffers.sums[:buffers.n_payload],
-                            self._seed(transport.size), **keep)
+                            self._seed(transport.size), keep_exponent=not self.options.scaling)
         buffers.sums[buffers.n_payload:] = buffers.mine["exponent"].astype("<i2").view(np.uint8)
         phase("APS_ALLGATHER", len(buffers.sums) * (transport.size - 1))
         request = transport.allgather(buffers.sums, np.diff(bucket.gather_bytes).tolist(), buffers.gathered, index)
@@ -447,7 +345,7 @@ class Exchange:
             exponents[ordinary] = tops[ordinary]
         return exponents
 
-    def _point_at_sources(self, buffers: _Buffers, bucket: BucketLayout, layers: list[Layer]) -> None:
+    def _point_at_sources(self, buffers: Buffers, bucket: BucketLayout, layers: list[Layer]) -> None:
         """Aim the segment table at the values to encode: the gradients, or gradient plus residual."""
         table, segment_layer = buffers.table, bucket.layer_of_segment
         sources = np.array([layer.source for layer in layers], np.uint64)
@@ -465,7 +363,7 @@ class Exchange:
         self.kernels.add(table, addresses)
         table["data"], table["dtype"] = addresses, 0
 
-    def _point_at_targets(self, buffers: _Buffers, bucket: BucketLayout, plan: Plan, targets: np.ndarray) -> None:
+    def _point_at_targets(self, buffers: Buffers, bucket: BucketLayout, plan: Plan, targets: np.ndarray) -> None:
         """Aim the segment table at where the results go."""
         table = buffers.table
         table["data"] = targets[bucket.layer_of_segment] + buffers.item_offsets.astype(np.uint64)
@@ -477,7 +375,7 @@ class Exchange:
             return None
         return (self.options.seed << 40) ^ (self.step_number << 16) ^ stream
 
-    def _account(self, plan: Plan, bucket: BucketLayout, buffers: _Buffers, exponents: np.ndarray) -> None:
+    def _account(self, plan: Plan, bucket: BucketLayout, buffers: Buffers, exponents: np.ndarray) -> None:
         size = self.transport.size
         n_elements = sum(plan.specs[i].n_elements for i in bucket.layers)
         sent = len(buffers.send) * (size - 1) / (1 if bucket.n_shards == 1 else size)

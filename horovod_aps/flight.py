@@ -1,0 +1,121 @@
+"""A batch on its way: its plan, the buffers of its buckets, and the jobs that carry them through the phases.
+
+The bookkeeping of `exchange`; nothing here touches a value or a network.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from horovod_aps import agreement
+from horovod_aps.layout import ITEM_SIZES, BucketLayout, LayerSpec, plan_buckets
+from horovod_aps.options import Options
+from horovod_aps.transport import Request
+
+POLL_SECONDS = 50e-6  # between looks at the network while there is nothing else to do
+CLOCK_LAGS = (1, 4)  # ticks from a bucket's start to its second and third phase, with a clocked transport
+
+Steps = Generator[Request, None, None]
+
+
+@dataclass
+class Layer:
+    """One gradient handed to the exchange: where it is, and where its result goes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: int
+    source: int
+    target: int
+    factor: float
+    keep: Any = None
+    """Holds the memory behind `source` and `target` alive."""
+
+
+class Plan:
+    """A batch whose make-up all ranks share: layer specs in bucket order, layouts, and reusable buffers."""
+
+    def __init__(self, specs: Sequence[LayerSpec], description: str, size: int, options: Options) -> None:
+        self.specs = list(specs)
+        self.by_name = {spec.name: spec for spec in self.specs}
+        self.words = agreement.digest_words(description)
+        self.buckets = plan_buckets(self.specs, size, options.bucket_mb)
+        self.bucket_of = {self.specs[layer].name: i for i, b in enumerate(self.buckets) for layer in b.layers}
+        self.buffers: list[Buffers | None] = [None] * len(self.buckets)
+
+
+class Buffers:
+    """Messages and segment tables of one bucket, made once and reused by every exchange of it."""
+
+    def __init__(self, kernels: Any, bucket: BucketLayout, rank: int, size: int) -> None:
+        self.table = bucket.segments.copy()
+        self.item_offsets = self.table["first"] * np.array(ITEM_SIZES)[self.table["dtype"]]
+        self.residual_offsets = self.table["first"] * 4
+        self.send = kernels.alloc(int(bucket.shard_bytes[-1]))
+        if bucket.n_shards == 1:
+            self.recv = kernels.alloc(len(self.send) * (size - 1))
+            return
+        self.mine = bucket.shard_table(rank)
+        self.n_payload = int(bucket.shard_bytes[rank + 1] - bucket.shard_bytes[rank])
+        self.recv = kernels.alloc(self.n_payload * size)
+        self.sums = kernels.alloc(int(bucket.gather_bytes[rank + 1] - bucket.gather_bytes[rank]))
+        self.gathered = kernels.alloc(int(bucket.gather_bytes[-1]) - len(self.sums))
+
+
+@dataclass
+class Flight:
+    """A planned batch on its way: which layers have arrived, and the jobs of its launched buckets."""
+
+    plan: Plan
+    arrived: list[int]
+    layers: dict[str, Layer] = field(default_factory=dict)
+    jobs: list[Job] = field(default_factory=list)
+    n_launched: int = 0
+    n_agreed: int = 0
+    broken: bool = False
+    tick: int = 0
+    next_look: float = 0.0
+
+    def agreed_names(self) -> set[str]:
+        """Layers of the buckets that were launched and agreed on; buckets are agreed on in order."""
+        return {self.plan.specs[i].name for bucket in self.plan.buckets[:self.n_agreed] for i in bucket.layers}
+
+
+class Job:
+    """One bucket going through the phases; `step` moves it on when what it waits for is done."""
+
+    def __init__(self, steps: Steps, n_waits: int, tick: int) -> None:
+        self._steps = steps
+        self._n_waits, self._tick = n_waits, tick
+        self._n_waited = 0
+        self._request: Request | None = next(steps)
+
+    @property
+    def finished(self) -> bool:
+        return self._request is None
+
+    def step(self) -> bool:
+        """Advance as far as possible; True if anything moved."""
+        moved = False
+        while self._request is not None and self._request.done():
+            self._request = next(self._steps, None)
+            self._n_waited += 1
+            moved = True
+        return moved
+
+    def step_clocked(self, tick: int) -> None:
+        """Advance by what is due at `tick`, waiting for it; a last phase, which only decodes, when it is ready."""
+        if self._n_waited < self._n_waits - 1:
+            if tick < self._tick + CLOCK_LAGS[self._n_waited]:
+                return
+            while self._request is not None and not self._request.done():
+                time.sleep(POLL_SECONDS)
+            self._request = next(self._steps, None)
+            self._n_waited += 1
+        elif self._request is not None and self._request.done():
+            self._request = next(self._steps, None)
