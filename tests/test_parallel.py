@@ -27,7 +27,7 @@ ENVIRONMENT = {
     "PYTHONFAULTHANDLER": "1",
 }
 HOROVODRUN = Path(sys.executable).parent / "horovodrun"
-TORCH_FILES = ("test_torch_allreduce.py", "test_torch_optimizer.py", "test_torch_faults.py", "test_simulate.py")
+TORCH_FILES = ("test_torch_optimizer.py", "test_torch_allreduce.py", "test_torch_faults.py", "test_simulate.py")
 
 
 def launcher(kind: str, n_ranks: int) -> list[str]:

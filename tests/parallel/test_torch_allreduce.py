@@ -166,6 +166,19 @@ def test_allreduce_process_sets(grouped_op):
     hvd.remove_process_set(last)
 
 
+def test_allreduce_process_set_that_replaces_a_removed_one():
+    """The next set may get the number of the removed one, and has other ranks. Oracle: exact sums."""
+    compressor = APSCompressor(5, 10)
+    for first in range(2):
+        ranks = list(range(first, hvd.size() - 1 + first))
+        process_set = hvd.add_process_set(ranks)
+        if process_set.included():
+            result = hvd.allreduce(torch.full((9,), 1.0 + hvd.rank()), name="replaced", compression=compressor,
+                                   op=hvd.Sum, process_set=process_set)
+            assert torch.all(result == sum(rank + 1 for rank in ranks))
+        hvd.remove_process_set(process_set)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("accumulate", ["float32", "kahan"])
 def test_allreduce_nonfinite_on_one_rank_reaches_all_ranks(bad, accumulate):
