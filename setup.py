@@ -12,7 +12,7 @@ from typing import Any
 from setuptools import Extension, find_namespace_packages, setup
 from setuptools.command.build_ext import build_ext
 
-HEADERS = ["cuda/aps_scalar.h", "cuda/aps_cpu_kernels.inc", "cuda/aps_simulate.h"]
+HEADERS = ["cuda/aps_scalar.h", "cuda/aps_cpu_kernels.inc", "cuda/aps_cpu_avx2.inc", "cuda/aps_simulate.h"]
 
 
 class BuildLibrary(build_ext):
