@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from horovod_aps import report
 from horovod_aps.options import Options
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
@@ -178,7 +179,7 @@ def finish(args: argparse.Namespace, compressor: Any, rank: int) -> None:
             flush=True,
         )
     if args.aps_report:
-        compressor.report(args.aps_report)
+        report.write(stats, args.aps_report, Path(sys.argv[0]).name)
         print(f"Report: {args.aps_report}", flush=True)
 
 

@@ -32,7 +32,7 @@ WARM_UP = 10  # steps left out of the timing: buffers are being made
 FORMATS: dict[str, Callable[[], Any]] = {
     "fp32": lambda: hvd.Compression.none,
     "fp16": lambda: hvd.Compression.fp16,
-    "APS (4,3)": lambda: APSCompressor(e=4, m=3),
+    "APS (4,3)": lambda: APSCompressor(e=4, m=3, stats=True),
     "APS (3,0) + EF": lambda: APSCompressor(e=3, m=0, error_feedback=True),
     "(4,3) without APS": lambda: APSCompressor(e=4, m=3, scaling=False),
 }
@@ -103,6 +103,8 @@ def train(name: str, args: argparse.Namespace, data: tuple[torch.Tensor, ...]) -
         sent //= hvd.size()
     with torch.no_grad():
         accuracy = (model(test_x).argmax(1) == test_y).float().mean().item()
+    if name == "APS (4,3)" and hvd.rank() == 0:
+        compression.report(args.results.with_name("demo_report.html"), title=f"The demo's {name}")
     steady = torch.tensor(times[min(WARM_UP, len(times) - 1) :])
     return {
         "name": name,
