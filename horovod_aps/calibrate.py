@@ -173,32 +173,27 @@ def measure_kernels(clock: Clock, n: int, formats: Sequence[tuple[int, int]], n_
     kernels = CpuKernels()
     gradient = np.random.default_rng(0).standard_normal(n).astype(np.float32)
     result = np.empty_like(gradient)
-    seconds: dict[str, Any] = {}
-    for e, m in formats:
+
+    def one_format(e: int, m: int) -> dict[str, float]:
         segs = np.zeros(1, SEGMENT)
         segs["data"], segs["n"], segs["factor"] = gradient.ctypes.data, n, 1.0
         segs["exp_bits"], segs["man_bits"], segs["flags"] = e, m, SPECIALS
         message = kernels.alloc((n * (1 + e + m) + 7) // 8)
         out = np.zeros_like(message)
+        scan = clock(lambda: kernels.scan(segs))
+        encode = clock(lambda: kernels.encode(segs, message))
         shard = segs.copy()
         shard["n"] = n // n_ranks
-        seconds[f"{e},{m}"] = one = {"scan": clock(lambda segs=segs: kernels.scan(segs))}
-        shard["exponent"] = segs["exponent"]
-        one["encode"] = clock(lambda segs=segs, message=message: kernels.encode(segs, message))
-        one["reduce"] = clock(
-            lambda shard=shard, message=message, out=out: kernels.reduce(
-                shard.copy(), [message] * n_ranks, 0, out
-            )
-        )
+        reduce = clock(lambda: kernels.reduce(shard.copy(), [message] * n_ranks, 0, out))
         segs["data"] = result.ctypes.data
-        one["decode"] = clock(lambda segs=segs, message=message: kernels.decode(segs, [message]))
-    return seconds
+        decode = clock(lambda: kernels.decode(segs, [message]))
+        return {"scan": scan, "encode": encode, "reduce": reduce, "decode": decode}
+
+    return {f"{e},{m}": one_format(e, m) for e, m in formats}
 
 
 def _rate(n_bytes: float, seconds: float) -> float:
-    """Bytes per second, kept within what a machine can do: a difference of two times may come out
-    negative.
-    """
+    """Bytes per second, kept within reason: a difference of two times may come out negative."""
     return min(max(n_bytes / seconds, SLOWEST), FASTEST) if seconds > 0 else FASTEST
 
 

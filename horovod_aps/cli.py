@@ -13,7 +13,7 @@ SUBCOMMANDS = ("predict", "calibrate", "timeline")
 def build_parser() -> argparse.ArgumentParser:
     """The parser with all subcommands; every one sets `run`, a function of the parsed arguments."""
     parser = argparse.ArgumentParser(prog="horovod-aps", description="Tools around horovod_aps.")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
+    subparsers = parser.add_subparsers(dest="command", required=True)
     for name in SUBCOMMANDS:
         importlib.import_module(f"horovod_aps.{name}").add_parser(subparsers)
     return parser

@@ -1,0 +1,123 @@
+"""The accuracy and round-off studies at a tiny size: they run, resume, and say what the numbers say."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import accuracy  # noqa: E402
+import accuracy_tasks  # noqa: E402
+import roundoff  # noqa: E402
+
+
+def test_mean_iou_equals_counting():
+    """Oracle: sets of pixels, class by class."""
+    rng = np.random.default_rng(0)
+    truth, predicted = rng.integers(0, 4, (2, 5, 6)), rng.integers(0, 5, (2, 5, 6))
+    truth[0, 0] = accuracy_tasks.VOID
+    expected = []
+    for k in range(6):
+        a = {tuple(i) for i in np.argwhere(truth == k)}
+        b = {tuple(i) for i in np.argwhere((predicted == k) & (truth != accuracy_tasks.VOID))}
+        if a | b:
+            expected.append(len(a & b) / len(a | b))
+    got = accuracy_tasks.mean_iou(torch.from_numpy(predicted), torch.from_numpy(truth), 6)
+    assert got == pytest.approx(np.mean(expected))
+
+
+def test_digit_scenes_label_their_pixels():
+    task = accuracy_tasks.load("segmentation", None)
+    digits = accuracy_tasks.load("classification", None)
+    # Upper right tile of the first picture is the second digit.
+    assert torch.equal(task.train_x[0, 0, :8, 8:], digits.train_x[1, 0])
+    ink = digits.train_x[1, 0] > -0.5
+    assert torch.equal(task.train_y[0, :8, 8:], torch.where(ink, digits.train_y[1], 10))
+
+
+def test_load_reads_photographs(tmp_path):
+    from PIL import Image
+
+    for part, count in (("train", 3), ("test", 2)):
+        for k, name in enumerate(("a", "b")):
+            (tmp_path / "cifar10-small" / part / name).mkdir(parents=True)
+            for i in range(count):
+                image = Image.new("RGB", (32, 32), (100 * k, 0, 0))
+                image.save(tmp_path / "cifar10-small" / part / name / f"{i}.jpg")
+    task = accuracy_tasks.load("classification", tmp_path)
+    assert task.source == "cifar10-small" and task.n_classes == 2
+    assert task.train_y.tolist() == [0, 0, 0, 1, 1, 1] and task.test_x.shape == (4, 3, 32, 32)
+    assert task.train_x[3, 0].mean() > task.train_x[0, 0].mean()  # b is red, a is black
+    for part in ("train", "val"):
+        (tmp_path / "camvid-small" / part / "images").mkdir(parents=True)
+        (tmp_path / "camvid-small" / part / "labels").mkdir()
+        Image.new("RGB", (240, 180)).save(tmp_path / "camvid-small" / part / "images" / "x.jpg")
+        Image.fromarray(np.full((180, 240), 11, np.uint8)).save(
+            tmp_path / "camvid-small" / part / "labels" / "x.png"
+        )
+    scenes = accuracy_tasks.load("segmentation", tmp_path)
+    assert torch.equal(scenes.train_y.unique(), torch.tensor([accuracy_tasks.VOID]))
+    assert scenes.train_x.shape[2:] == scenes.train_y.shape[1:]
+
+
+def test_accuracy_study_runs_resumes_and_reports(tmp_path, capsys):
+    arguments = ["--out", str(tmp_path), "--seeds", "1", "--ranks", "2", "--epochs", "1", "--formats", "3,0"]
+    assert accuracy.main([*arguments, "--variants", "fp32", "aps", "no aps", "feedback"]) == 0
+    first = json.loads((tmp_path / "accuracy_classification.json").read_text())["runs"]
+    assert [run["variant"] for run in first] == ["fp32", "aps", "no aps", "feedback"]
+    assert all(0 <= run["score"] <= 1 for run in first)
+    # fp32 has learned something in one epoch of digits: chance is 0.1.
+    assert first[0]["score"] > 0.3
+    capsys.readouterr()
+    assert accuracy.main([*arguments, "--variants", "fp32", "hybrid", "--tasks", "classification"]) == 0
+    again = json.loads((tmp_path / "accuracy_classification.json").read_text())["runs"]
+    assert again[:4] == first and [run["variant"] for run in again[4:]] == ["hybrid"]
+    assert accuracy.main(["--report", "--out", str(tmp_path)]) == 0
+    text = (tmp_path / "accuracy.md").read_text()
+    assert f"fp32: {100 * first[0]['score']:.1f}" in text and "mean IoU in %, digits, 2 ranks" in text
+    assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+    assert accuracy.main(["--report", "--out", str(tmp_path / "empty")]) == 1
+
+
+def record(variant: str, e: int, m: int, seed: int, score: float) -> dict:
+    return {"task": "classification", "variant": variant, "e": e, "m": m, "seed": seed, "score": score}
+
+
+def test_accuracy_claims_follow_from_the_scores():
+    runs = [record("fp32", 8, 23, seed, 0.70 + 0.01 * seed) for seed in range(3)]
+    assert {held for _, held in accuracy.claims(runs, "classification")} == {None}
+    runs += [record("aps", 4, 3, s, 0.71) for s in range(3)] + [
+        record("aps", 5, 2, s, 0.60) for s in range(3)
+    ]
+    runs += [record("no aps", 4, 3, s, 0.50) for s in range(3)] + [
+        record("hybrid", 5, 2, s, 0.60) for s in range(3)
+    ]
+    runs += [record("aps", 3, 0, 0, 0.4), record("feedback", 3, 0, 0, 0.5)]
+    assert [held for _, held in accuracy.claims(runs, "classification")] == [True, False, True, True, True]
+
+
+def test_roundoff_study_ranks_the_methods(tmp_path):
+    """What theory says: a float32 sum is best, the ring worst, and no scaling loses all at (3,4)."""
+    assert (
+        roundoff.main(["--ranks", "2", "32", "--elements", "300", "--seeds", "1", "--out", str(tmp_path)])
+        == 0
+    )
+    records = json.loads((tmp_path / "roundoff.json").read_text())["records"]
+
+    def error(method: str, e: int = 4, m: int = 3) -> float:
+        return roundoff.mean_error(records, kind="independent", e=e, m=m, method=method, ranks=32)
+
+    assert error("float32") < error("kahan") < error("grouped") < error("ring")
+    assert error("no scale", 3, 4) == 1.0
+    assert "### (4,3), independent gradients" in (tmp_path / "roundoff.md").read_text()
+    assert (tmp_path / "roundoff.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_roundoff_relative_error_by_hand():
+    grads = [torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])]
+    assert roundoff.relative_error(torch.tensor([3.0, 3.0]), grads) == pytest.approx(1 / 5)
