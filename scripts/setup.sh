@@ -8,6 +8,7 @@ PYTHON=${PYTHON:-python3}
 VENV=.venv
 HOROVOD_VERSION=0.28.1
 TF_KERAS_VERSION=2.21.0
+TORCHVISION_VERSION=0.28.0
 CACHE=${HOROVOD_APS_BUILD_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/horovod_aps}
 LOGS=$CACHE/logs
 mkdir -p "$CACHE" "$LOGS"
@@ -55,7 +56,7 @@ if [ ! -x $VENV/bin/python ]; then
 fi
 PY=$PWD/$VENV/bin/python
 stamp=$VENV/.requirements.sha256
-want=$( (cat requirements.txt; echo "$TF_KERAS_VERSION") | sha256sum | cut -d' ' -f1)
+want=$( (cat requirements.txt; echo "$TF_KERAS_VERSION $TORCHVISION_VERSION") | sha256sum | cut -d' ' -f1)
 if [ "$(cat "$stamp" 2>/dev/null)" != "$want" ]; then
     say "installing the pinned Python packages (log: $LOGS/requirements.log)"
     run_logged requirements "a network to the Python package index, and 4 GB of free disk" \
@@ -63,6 +64,9 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$want" ]; then
     # tf-keras asks for the `tensorflow` package, which would land on top of tensorflow-cpu.
     run_logged tf-keras "a network to the Python package index" \
         "$PY" -m pip install --disable-pip-version-check --no-deps "tf-keras==$TF_KERAS_VERSION"
+    # torchvision's wheel asks for the CUDA build of torch; the examples use none of its compiled operators.
+    run_logged torchvision "a network to the Python package index" \
+        "$PY" -m pip install --disable-pip-version-check --no-deps "torchvision==$TORCHVISION_VERSION"
     echo "$want" >"$stamp"
 fi
 
