@@ -1,0 +1,45 @@
+"""transport="allreduce" for TensorFlow: exponents by a MAX all-reduce, rounded values by a float16 all-reduce."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from horovod.tensorflow import mpi_ops
+
+from horovod_aps import carrier
+from horovod_aps.exchange import Layer
+from horovod_aps.kernels import CpuKernels
+from horovod_aps.options import Options
+from horovod_aps.tensorflow.horovod_transport import allreduce
+
+DTYPES = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)  # by the kernels' codes
+
+
+def carry(layers: Sequence[Layer], options: Options, step_number: int, process_set: Any) -> None:
+    """All-reduce layers in two plain all-reduces, which ranks in hvd.join() take part in with zeros."""
+    kernels = CpuKernels()
+    top = carrier.carrier_exponent(options, process_set.size())
+    seed = None
+    if options.rounding != "nearest":
+        seed = (options.seed << 40) ^ (step_number << 16) ^ process_set.rank()
+    counts = [int(np.prod(layer.shape, dtype=np.int64)) for layer in layers]
+    words = allreduce(np.array([carrier.exponent_word(kernels, layer.source, n, layer.dtype, options)
+                                for layer, n in zip(layers, counts)], np.int32),
+                      mpi_ops.Max, process_set.process_set_id)
+    values = np.empty(sum(counts), np.float16)
+    ends = np.cumsum(counts)
+    for layer, n, end, word in zip(layers, counts, ends, words.tolist()):
+        carrier.fill_carrier(kernels, layer.source, n, layer.dtype, values[end - n:end].ctypes.data, word, top, options,
+                             seed)
+    totals = allreduce(values, mpi_ops.Sum, process_set.process_set_id)
+    for layer, n, end, word in zip(layers, counts, ends, words.tolist()):
+        power, finite = carrier.back_scale(word, top)
+        # float64 holds every float16 times every power of two that occurs, so this rounds once
+        scaled = np.ldexp(totals[end - n:end].astype(np.float64), power) * layer.factor
+        target = np.frombuffer((ctypes.c_uint8 * (n * np.dtype(DTYPES[layer.dtype]).itemsize)).from_address(layer.target),
+                               DTYPES[layer.dtype])
+        target[:] = scaled if finite else np.nan

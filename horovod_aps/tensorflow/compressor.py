@@ -1,0 +1,74 @@
+"""APSCompressor for TensorFlow: Horovod's Compressor interface, and the guard against the stock Keras 3 wrapper.
+
+What happens to a compressed tensor is in `seam` (how Horovod reaches us) and `engine` (what runs in a step).
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import warnings
+from typing import Any
+
+import tensorflow as tf
+from horovod.tensorflow.compression import Compressor
+
+from horovod_aps.base import BaseCompressor
+from horovod_aps.tensorflow import seam
+
+MANY = 64  # compressors in one process that look like one being made in every step
+_ids = itertools.count(1)
+
+
+class APSCompressor(BaseCompressor, Compressor):  # type: ignore[misc]
+    __doc__ = BaseCompressor.__doc__
+
+    def _start(self) -> None:
+        super()._start()
+        self._carried: dict[str, int] = {}  # steps so far by call site, for transport="allreduce"
+        seam.register(self)
+        if next(_ids) == MANY:
+            warnings.warn(f"APSCompressor: {MANY} were made in this process; make one before the training loop, since "
+                          f"Horovod traces its all-reduce anew for every one and keeps it", stacklevel=3)
+
+    def __hash__(self) -> int:
+        # Horovod looks its all-reduce functions up by their arguments, so this is the first thing that the stock
+        # Keras wrapper does with a compressor, and on Keras 3 also the last.
+        _refuse_stock_keras3()
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def compress(self, tensor: Any) -> tuple[seam.WireTensor, None]:
+        """Mark a tensor for the exchange; only floating-point ones are compressed, the rest take Horovod's way."""
+        return seam.WireTensor(tf.convert_to_tensor(tensor), self._key), None
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def decompress(self, tensor: tf.Tensor, ctx: None) -> tf.Tensor:
+        """The reduced tensor, which the exchange has left in its own dtype."""
+        return tensor
+
+    _key: int  # set by seam.register
+
+
+def _refuse_stock_keras3() -> None:
+    """Raise if Horovod's own Keras wrapper is being built around a Keras 3 optimizer.
+
+    Keras 3 calls `apply`, which that wrapper does not override: it would train without any all-reduce.
+    """
+    frame = sys._getframe(2)
+    for _ in range(4):
+        if frame.f_globals.get("__name__") == "horovod._keras":
+            optimizer = frame.f_locals.get("self")
+            keras = sys.modules.get("keras")
+            if keras is not None and keras.__version__ >= "3" and isinstance(optimizer, keras.optimizers.Optimizer):
+                raise ValueError(
+                    "APSCompressor: Horovod's DistributedOptimizer never all-reduces on Keras 3; use "
+                    "horovod_aps.keras.DistributedOptimizer with the same arguments, or tf-keras with "
+                    "TF_USE_LEGACY_KERAS=1")
+            return
+        if frame.f_back is None:
+            return
+        frame = frame.f_back

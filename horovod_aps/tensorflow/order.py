@@ -1,0 +1,116 @@
+"""One order for all exchanges of a graph, the same on all ranks.
+
+MPI matches messages by order, and an exchange blocks a thread of TensorFlow's pool: if two ranks ran the exchanges of a
+step in different orders, both would wait for ever. Inside `tf.function` every exchange therefore writes to one
+variable, before and after, and TensorFlow keeps such writes in the order of the program. A `tf.compat.v1` graph has
+no such rule: there every exchange depends on the one that was added before it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+_turn: list[tf.Variable] = []
+_last_in_graph: weakref.WeakKeyDictionary[tf.Graph, Any] = weakref.WeakKeyDictionary()
+
+
+class Sequence:
+    """Where one exchange stands: what it waits for, and how the next one will find it."""
+
+    def __init__(self, before: list[Any]) -> None:
+        self.before = before
+        self.op: Any = None
+
+    def after(self, op: Any) -> None:
+        """Name the op that ends the exchange."""
+        self.op = op
+
+
+@contextmanager
+def in_sequence() -> Generator[Sequence, None, None]:
+    """Add an exchange to the current graph, after all that were added before it."""
+    if tf.compat.v1.executing_eagerly_outside_functions():
+        turn = _turn_variable()
+        sequence = Sequence([turn.assign_add(1, read_value=False)])
+        yield sequence
+        with tf.control_dependencies([sequence.op]):
+            turn.assign_add(1, read_value=False)
+        return
+    graph = tf.compat.v1.get_default_graph()
+    root = _root(graph)
+    sequence = Sequence(_predecessor(root, graph))
+    yield sequence
+    _last_in_graph[root] = (weakref.ref(graph), sequence.op)
+
+
+def _turn_variable() -> tf.Variable:
+    if not _turn:
+        with tf.init_scope(), tf.device("/CPU:0"):
+            _turn.append(tf.Variable(0, dtype=tf.int64, trainable=False, name="horovod_aps_turn"))
+    return _turn[0]
+
+
+def _root(graph: Any) -> tf.Graph:
+    while getattr(graph, "outer_graph", None) is not None:
+        graph = graph.outer_graph
+    return graph
+
+
+def _predecessor(root: tf.Graph, graph: tf.Graph) -> list[Any]:
+    """Something in the current graph that is ready once the previous exchange of `root` is over.
+
+    Horovod puts every all-reduce into a branch of its own `tf.cond`. From outside, such a branch is over when the
+    cond is, so that is what the next exchange waits for.
+    """
+    found = _last_in_graph.get(root)
+    if found is None:
+        return []
+    last_graph, op = found
+    if last_graph() is graph and graph is not root:
+        return [op]
+    if last_graph() is not root:
+        op = _caller(root, last_graph())
+    else:
+        op = _after_merge(op)
+    if op is None:
+        return []
+    # Reading a tensor from outside is what makes the cond around the current branch wait for it.
+    return [tf.identity(op.outputs[0])] if op.outputs else [op]
+
+
+def _caller(root: tf.Graph, branch: Any) -> Any:
+    """The cond in `root` that runs `branch`, or a function that contains it."""
+    while branch is not None and branch.outer_graph is not root:
+        branch = branch.outer_graph
+    if branch is None:
+        return None
+    for op in reversed(root.get_operations()):
+        if op.type in ("If", "StatelessIf") and branch.name in (op.get_attr("then_branch").name,
+                                                                 op.get_attr("else_branch").name):
+            return op
+    return None
+
+
+def _after_merge(op: Any) -> Any:
+    """The Merge that ends a v1 cond around `op`; `op` itself if it is in none.
+
+    An op in a branch that is not taken would take everything that depends on it with it.
+    """
+    if op._get_control_flow_context() is None:
+        return op
+    seen, waiting = set(), [op]
+    while waiting:
+        current = waiting.pop()
+        for output in current.outputs:
+            for consumer in output.consumers():
+                if consumer.type == "Merge":
+                    return consumer
+                if consumer not in seen:
+                    seen.add(consumer)
+                    waiting.append(consumer)
+    return None

@@ -1,0 +1,156 @@
+"""Where APS enters an unpatched Horovod: an ExtensionType, and TensorFlow's public dispatch for Horovod's ops.
+
+`compress` returns a `WireTensor`. When Horovod hands it to its all-reduce op, TensorFlow calls the functions below
+instead, which know what the Compressor interface withholds: name, op, scale factors and process set. Eagerly they
+exchange at once; in a graph they add one Python op that does it in every step (`engine`).
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, List  # noqa: UP035 - TensorFlow's dispatch only knows typing.List
+
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+from tensorflow.python.ops import control_flow_util
+
+from horovod_aps.tensorflow import engine, order
+
+if TYPE_CHECKING:
+    from horovod_aps.tensorflow.compressor import APSCompressor
+
+_compressors: weakref.WeakValueDictionary[int, APSCompressor] = weakref.WeakValueDictionary()
+do_not_convert: Callable[..., Any] = tf.autograph.experimental.do_not_convert
+
+
+class WireTensor(tf.experimental.ExtensionType):  # type: ignore[misc]
+    """A gradient on its way to the exchange, with the number of its compressor."""
+
+    value: tf.Tensor
+    compressor: int
+
+    @property
+    def name(self) -> str:
+        """The tensor's name, after which Horovod names the operation."""
+        return str(self.value.name)
+
+    @property
+    def dtype(self) -> tf.DType:
+        """As Horovod asks it of what it reduces."""
+        return self.value.dtype
+
+
+def register(compressor: APSCompressor) -> None:
+    """Give a compressor the number by which wire tensors refer to it."""
+    compressor._key = max(_compressors, default=-1) + 1
+    _compressors[compressor._key] = compressor
+
+
+@tf.experimental.dispatch_for_api(mpi_ops.MPI_LIB.horovod_allreduce, {"tensor": WireTensor})
+@do_not_convert
+def _allreduce(tensor: WireTensor, reduce_op: int, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+               ignore_name_scope: bool = False, process_set_id: int = 0, name: Any = None) -> tf.Tensor:
+    call = engine.Call(_owner([tensor]), (name or engine.UNNAMED,), name or engine.UNNAMED, reduce_op,
+                       prescale_factor * postscale_factor, process_set_id)
+    return _reduce(call, [tensor.value])[0]
+
+
+@tf.experimental.dispatch_for_api(mpi_ops.MPI_LIB.horovod_grouped_allreduce, {"tensors": List[WireTensor]})  # noqa: UP006
+@do_not_convert
+def _grouped_allreduce(tensors: Sequence[WireTensor], reduce_op: int, prescale_factor: float = 1.0,
+                       postscale_factor: float = 1.0, ignore_name_scope: bool = False, process_set_id: int = 0,
+                       name: Any = None) -> list[tf.Tensor]:
+    stem = name or engine.UNNAMED
+    call = engine.Call(_owner(tensors), tuple(f"{stem}.{i}" for i in range(len(tensors))), stem, reduce_op,
+                       prescale_factor * postscale_factor, process_set_id)
+    return _reduce(call, [tensor.value for tensor in tensors])
+
+
+@tf.experimental.dispatch_for_api(mpi_ops.MPI_LIB.horovod_reducescatter, {"tensor": WireTensor})
+@do_not_convert
+def _reducescatter(tensor: WireTensor, reduce_op: int, ignore_name_scope: bool = False, process_set_id: int = 0,
+                   prescale_factor: float = 1.0, postscale_factor: float = 1.0, name: Any = None) -> Any:
+    raise ValueError("APSCompressor: hvd.reducescatter is not supported; use hvd.Compression.none for it")
+
+
+@tf.experimental.dispatch_for_api(mpi_ops.MPI_LIB.horovod_grouped_reducescatter, {"tensors": List[WireTensor]})  # noqa: UP006
+@do_not_convert
+def _grouped_reducescatter(tensors: Sequence[WireTensor], reduce_op: int, ignore_name_scope: bool = False,
+                           process_set_id: int = 0, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+                           name: Any = None) -> Any:
+    raise ValueError("APSCompressor: hvd.grouped_reducescatter is not supported; use hvd.Compression.none for it")
+
+
+def _owner(tensors: Sequence[WireTensor]) -> APSCompressor:
+    return _compressors[tensors[0].compressor]
+
+
+def _reduce(call: engine.Call, values: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Exchange the floating-point tensors of a call; the others take Horovod's own way."""
+    if call.op not in (mpi_ops.Average, mpi_ops.Sum):
+        raise ValueError(f"APSCompressor: op must be Average or Sum, got {_op_name(call.op)}; "
+                         f"use hvd.Compression.none for it")
+    elastic = bool(int(os.environ.get("HOROVOD_ELASTIC", "0")))
+    alone = mpi_ops.size() == 1 and not elastic
+    results: list[Any] = [None] * len(values)
+    ours = []
+    for i, value in enumerate(values):
+        if alone or not value.dtype.is_floating:
+            results[i] = mpi_ops.MPI_LIB.horovod_allreduce(
+                value, reduce_op=call.op, prescale_factor=call.factor, postscale_factor=1.0,
+                ignore_name_scope=False, process_set_id=call.process_set_id, name=_op_label(call.names[i]))
+        elif value.dtype.name not in engine.DTYPE_CODES:
+            raise TypeError(f"APSCompressor: tensors must be float32, float64, float16 or bfloat16, got {value.dtype.name}")
+        else:
+            ours.append(i)
+    if ours:
+        part = call.select(ours)
+        for i, result in zip(ours, _differentiable(part, [values[i] for i in ours])):
+            results[i] = result
+    return results
+
+
+def _differentiable(call: engine.Call, values: list[tf.Tensor]) -> Sequence[tf.Tensor]:
+    """The exchange with Horovod's gradient: the same reduction of the incoming gradients."""
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def exchange(*inputs: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
+        def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
+            return list(_differentiable(call.gradient(), list(upstream)))
+
+        return _exchange(call, list(inputs)), gradient
+
+    return exchange(*values)  # type: ignore[no-any-return]
+
+
+def _exchange(call: engine.Call, values: list[tf.Tensor]) -> list[tf.Tensor]:
+    if tf.executing_eagerly():
+        return engine.run_eagerly(call, values)
+    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise ValueError("APSCompressor: XLA cannot compile the exchange; use jit_compile=False around the training "
+                         "step (in Keras, model.compile(..., jit_compile=False))")
+    with tf.device("/CPU:0"), order.in_sequence() as sequence:
+        with tf.control_dependencies(sequence.before):
+            # Horovod's own, non-blocking op: no thread waits before all ranks are here, and a rank in hvd.join() shows.
+            word = mpi_ops.MPI_LIB.horovod_allreduce(
+                tf.ones([1], tf.int32), reduce_op=mpi_ops.Sum, prescale_factor=1.0, postscale_factor=1.0,
+                ignore_name_scope=False, process_set_id=call.process_set_id, name=_op_label(f"{call.stem}_ticket"))
+            results = tf.numpy_function(lambda n, *arrays: engine.run(call, int(n[0]), arrays), [word, *values],
+                                        [value.dtype for value in values], stateful=True, name="APSExchange")
+        results = list(results) if isinstance(results, (list, tuple)) else [results]
+        sequence.after(results[0].op)
+    for result, value in zip(results, values):
+        result.set_shape(value.shape)
+    return results
+
+
+def _op_label(name: str) -> str:
+    """A name that TensorFlow accepts for an op."""
+    return mpi_ops._normalize_name(name).lstrip("_")  # type: ignore[no-any-return]
+
+
+def _op_name(op: int) -> str:
+    names = {getattr(mpi_ops, name): name for name in ("Average", "Sum", "Adasum", "Min", "Max", "Product")}
+    return names.get(op, str(op))
