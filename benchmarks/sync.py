@@ -6,7 +6,8 @@
     python benchmarks/sync.py --scaling                           # cost per rank for 2, 4 and 8 hosts
 
 Prints a table per case and writes `sync.json`, `sync.md` and `sync.png` (`scaling.*` for --scaling) to --out.
-Each case is one launch of one process per host (sync_worker.py), in which all methods take turns.
+In each case one process per host is launched (sync_worker.py), in which all Horovod methods take turns, and
+then another for the DDP methods, on the same hosts.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster import Cluster, ClusterError
-from methods import DEFAULT_METHODS, bits_per_element, label
+from methods import DEFAULT_METHODS, EXTRA_METHODS, bits_per_element, label
 from plots import plot_cases, plot_scaling
 from works import WORKS
 
@@ -66,14 +67,29 @@ def parse_link(link: str) -> tuple[str, float]:
 def run_case(case: Case, methods: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
     """Build the hosts, run the workers, take the hosts down; returns the result with derived numbers."""
     rate, delay_ms = parse_link(case.link)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Cluster(case.n_hosts, rate, delay_ms, arguments.pin) as cluster,
-    ):
+    merged: dict[str, Any] = {}
+    with Cluster(case.n_hosts, rate, delay_ms, arguments.pin) as cluster:
+        for kind in ("horovod", "ddp"):
+            chosen = [name for name in methods if name.startswith("ddp_") == (kind == "ddp")]
+            if chosen:
+                result = _run_workers(case, chosen, cluster, arguments)
+                merged = result | {"methods": merged.get("methods", {}) | result["methods"]}
+        merged["case"] = case.__dict__
+        merged["rate_bits"] = cluster.rate_bits
+    merged["methods"] = {name: merged["methods"][name] for name in methods}
+    _derive(merged)
+    return merged
+
+
+def _run_workers(
+    case: Case, methods: list[str], cluster: Cluster, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Launch one worker per host, in which the methods take turns, and read what rank 0 wrote."""
+    with tempfile.TemporaryDirectory() as folder:
         result_path = Path(folder) / "result.json"
         config = {
             "work": case.work,
-            "methods": list(methods),
+            "methods": methods,
             "address": cluster.address(0),
             "port": _free_port(),
             "budget": arguments.budget,
@@ -86,24 +102,20 @@ def run_case(case: Case, methods: Sequence[str], arguments: argparse.Namespace) 
         environment = {
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo" if cluster.is_local else "eth0",
-            # All methods' tensors of a case fit, as they would if each ran alone with the default of 1024.
+            # Room for the tensors of all methods, as each would find in the default of 1024 if it ran alone.
             "HOROVOD_CACHE_CAPACITY": "8192",
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
         launch = cluster.mpirun if case.launcher == "mpi" else cluster.horovodrun
-        done = launch(
-            [sys.executable, str(WORKER), json.dumps(config)], env=environment, timeout=arguments.timeout
-        )
+        command = [sys.executable, str(WORKER), json.dumps(config)]
+        done = launch(command, env=environment, timeout=arguments.timeout)
         if done.returncode != 0 or not result_path.exists():
             raise ClusterError(
                 f"sync.py: {case} failed with exit code {done.returncode}\n"
                 f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
             )
         result: dict[str, Any] = json.loads(result_path.read_text())
-        result["case"] = case.__dict__
-        result["rate_bits"] = cluster.rate_bits
-    _derive(result)
-    return result
+        return result
 
 
 def _free_port() -> int:
@@ -136,11 +148,12 @@ def _derive(result: dict[str, Any]) -> None:
 def table(result: dict[str, Any]) -> str:
     """A case as a Markdown table."""
     case = Case(**result["case"])
+    n_rounds = min(len(one["seconds"]) for one in result["methods"].values())
     per = "step" if case.work == "step" else "synchronisation"
     lines = [
         f"### {case}",
         "",
-        f"{result['n_elements'] / 1e6:.2f} M elements, {result['n_rounds']} rounds; "
+        f"{result['n_elements'] / 1e6:.2f} M elements, {n_rounds} rounds or more; "
         f"time is the median per {per} (fastest to slowest)",
         "",
         "| method | time, ms | MB per rank | over fp32 | over fp16 | share of the wire | relative error |",
@@ -206,6 +219,14 @@ def choose_cases(arguments: argparse.Namespace) -> list[Case]:
     ]
 
 
+def choose_methods(case: Case, arguments: argparse.Namespace) -> Sequence[str]:
+    if arguments.methods:
+        return list(arguments.methods)
+    if arguments.scaling:
+        return SCALING_METHODS
+    return DEFAULT_METHODS + EXTRA_METHODS if case == Case("resnet50", "1gbit") else DEFAULT_METHODS
+
+
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -215,10 +236,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hosts", nargs="+", type=int, help="numbers of hosts, one rank each (2)")
     parser.add_argument("--launchers", nargs="+", choices=("mpi", "gloo"))
     parser.add_argument(
-        "--methods", nargs="+", metavar="METHOD", help=f"of {' '.join(DEFAULT_METHODS)}, or aps_<e>_<m>"
+        "--methods",
+        nargs="+",
+        metavar="METHOD",
+        help=f"of {' '.join(DEFAULT_METHODS + EXTRA_METHODS)}, or aps_<e>_<m>",
     )
     parser.add_argument("--scaling", action="store_true", help="cost per rank as hosts go 2, 4, 8")
-    parser.add_argument("--budget", type=float, default=30.0, help="seconds of timing per case (30)")
+    parser.add_argument("--budget", type=float, default=20.0, help="seconds of timing per launch (20)")
     parser.add_argument("--min-rounds", type=int, default=5)
     parser.add_argument("--max-rounds", type=int, default=50)
     parser.add_argument("--pin", action="store_true", help="give each host its own cores")
@@ -229,7 +253,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse_arguments()
-    methods = arguments.methods or (SCALING_METHODS if arguments.scaling else DEFAULT_METHODS)
     cases = choose_cases(arguments)
     name = "scaling" if arguments.scaling else "sync"
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -238,7 +261,7 @@ def main() -> int:
     status = 0
     for case in cases:
         try:
-            results.append(run_case(case, methods, arguments))
+            results.append(run_case(case, choose_methods(case, arguments), arguments))
         except (ClusterError, ValueError) as error:
             print(error, file=sys.stderr)
             status = 1

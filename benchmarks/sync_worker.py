@@ -1,7 +1,8 @@
 """One rank of the synchronisation benchmark: all methods take turns on one work; rank 0 writes the result.
 
-Started by sync.py through mpirun or horovodrun, never by hand. All Horovod methods and DDP live in the same
-processes, so that they share machine state, memory layout and the moment of measurement.
+Started by sync.py through mpirun or horovodrun, never by hand: once with all Horovod methods, once with all
+DDP methods. Those are kept apart because Horovod's background thread negotiates with the other ranks every
+millisecond also when nothing is to be done, and would take a good part of a core from DDP.
 """
 
 import json
@@ -25,11 +26,13 @@ N_WARM_UP = 4
 
 
 class World:
-    """Rank, size and small exchanges; starts Horovod and Gloo only if some method needs them."""
+    """Rank, size and small exchanges, over Horovod or, for the DDP methods, over Gloo without Horovod."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        names = config["methods"]
-        self.uses_horovod = any(not name.startswith("ddp_") for name in names)
+        kinds = {name.startswith("ddp_") for name in config["methods"]}
+        if len(kinds) != 1:
+            raise ValueError(f"sync_worker: methods must be all DDP or all Horovod, got {config['methods']}")
+        self.uses_horovod = not kinds.pop()
         if self.uses_horovod:
             import horovod.torch as hvd
 
@@ -38,7 +41,6 @@ class World:
         else:
             prefix = "OMPI_COMM_WORLD" if "OMPI_COMM_WORLD_RANK" in os.environ else "HOROVOD"
             self.rank, self.size = int(os.environ[f"{prefix}_RANK"]), int(os.environ[f"{prefix}_SIZE"])
-        if any(name.startswith("ddp_") for name in names):
             dist.init_process_group(
                 "gloo",
                 init_method=f"tcp://{config['address']}:{config['port']}",
@@ -191,7 +193,7 @@ def measure(world: World, bench: Bench, config: dict[str, Any]) -> dict[str, Any
             "bytes_by_rank": None if sent is None else sent_by_rank,
             **bench.check(method),
         }
-    return {"n_elements": bench.n_elements, "n_ranks": world.size, "n_rounds": n_rounds, "methods": results}
+    return {"n_elements": bench.n_elements, "n_ranks": world.size, "methods": results}
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import sync  # noqa: E402
-from methods import DEFAULT_METHODS, bits_per_element, label, make_compression  # noqa: E402
+from methods import DEFAULT_METHODS, EXTRA_METHODS, bits_per_element, label, make_compression  # noqa: E402
 from works import GradientSource, digits_batches, work_shapes  # noqa: E402
 
 
@@ -49,9 +49,10 @@ def test_derive_gives_ratios_shares_and_model_bytes() -> None:
 
 
 def test_method_names_have_labels_and_widths() -> None:
-    assert [bits_per_element(name) for name in DEFAULT_METHODS] == [32, 16, 8, 8, 6, 4, 32, 16, None, None]
+    names = DEFAULT_METHODS + EXTRA_METHODS
+    assert [bits_per_element(name) for name in names] == [32, 16, 8, 8, 6, 4, 32, 16, None, None]
     assert label("aps_3_0") == "APS (3, 0)"
-    assert len({label(name) for name in DEFAULT_METHODS}) == len(DEFAULT_METHODS)
+    assert len({label(name) for name in names}) == len(names)
     with pytest.raises(ValueError, match="unknown method 'aps_4'"):
         make_compression("aps_4")
 
@@ -76,10 +77,18 @@ def test_digits_shards_are_disjoint() -> None:
 
 @pytest.mark.slow
 def test_sync_runs_all_kinds_of_methods_over_shared_memory(tmp_path: Path) -> None:
-    methods = ["horovod_fp32", "horovod_fp16", "aps_4_3", "ddp_fp32", "ddp_powersgd", "ddp_quant8"]
+    methods = [
+        "horovod_fp32",
+        "horovod_fp16",
+        "aps_4_3",
+        "ddp_fp32",
+        "ddp_fp16",
+        "ddp_powersgd",
+        "ddp_quant8",
+    ]
     command = [sys.executable, str(BENCHMARKS / "sync.py"), "--works", "small", "step", "--links", "shm"]
     command += ["--budget", "0", "--min-rounds", "2", "--methods", *methods, "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "sync.json").read_text())["results"]
     assert [result["case"]["work"] for result in results] == ["small", "step"]
