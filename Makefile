@@ -9,7 +9,7 @@ demo: setup
 	$(PY) examples/demo.py
 
 test: setup
-	$(PY) -m pytest tests
+	$(PY) -m pytest tests --ignore=tests/parallel
 
 test-fast: setup
 	$(PY) -m pytest tests/single -m "not slow" -q
@@ -17,6 +17,10 @@ test-fast: setup
 lint: setup
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+
+docs: setup
+	$(PY) -m mkdocs build --strict --quiet
+	@echo "docs: open out/docs/index.html"
 
 bench: setup
 	$(PY) benchmarks/run_all.py

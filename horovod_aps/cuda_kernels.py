@@ -7,7 +7,7 @@ passed in, so the tests run these launchers on the host with a stand-in for CuPy
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -47,11 +47,11 @@ def tiles_of(segs: Array, size: int) -> Array:
 class CudaKernels:
     """Launchers for the current device of `device` (CuPy unless another module is given).
 
-    `stream` is the address of the framework's current CUDA stream; set it before a call when it changes.
+    `stream` is the address of the framework's current CUDA stream, or a function that returns it.
     Every call waits for its kernels: the host reads exponents and messages next, or reuses the message.
     """
 
-    def __init__(self, device: Any = None, stream: int = 0, block: int = 256, max_grid: int = 65535) -> None:
+    def __init__(self, device: Any = None, stream: int | Callable[[], int] = 0, block: int = 256, max_grid: int = 65535) -> None:
         if not 1 <= block <= 1024:
             raise ValueError(f"CudaKernels: block must be in 1..1024, got {block}")
         if max_grid < 1:
@@ -77,7 +77,7 @@ class CudaKernels:
             self._module().get_function(name)((grid,), (self.block,), arguments)
 
     def _on_stream(self) -> Any:
-        return self.device.cuda.ExternalStream(self.stream)
+        return self.device.cuda.ExternalStream(self.stream() if callable(self.stream) else self.stream)
 
     def _tables(self, segs: Array, size: int = TILE) -> tuple[Any, Any, np.int64]:
         tiles = tiles_of(segs, size)
@@ -231,3 +231,11 @@ class CudaKernels:
     def address(self, array: Any) -> int:
         """Return the address of an array that `zeros` or `alloc` made."""
         return int(array.ctypes.data) if isinstance(array, np.ndarray) else int(array.data.ptr)
+
+    def to_host(self, array: Any) -> Array:
+        """Return a NumPy copy of an array that `zeros` made."""
+        return np.array(array.get(), dtype=np.float32)
+
+    def from_host(self, values: Array) -> Any:
+        """Return a device array like that of `zeros`, filled with values."""
+        return self.device.asarray(np.array(values, dtype=np.float32).reshape(-1))

@@ -47,7 +47,8 @@ class CarrierBatch:
         self.step_number = 0
 
     def submit(self, entries: Sequence[tuple[str, torch.Tensor, torch.Tensor, int, float]]) -> int:
-        """Start the exponents of one tensor or group; the handle is Horovod's."""
+        """Start the exponents of one tensor or group; the handle is Horovod's. CUDA tensors go by the host."""
+        entries = [(name, source.cpu(), target, dtype, factor) for name, source, target, dtype, factor in entries]
         words = torch.tensor([carrier.exponent_word(self._kernels, source.data_ptr(), source.numel(), dtype,
                                                     self._options)
                               for _, source, _, dtype, _ in entries], dtype=torch.int32)

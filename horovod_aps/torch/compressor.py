@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ class _Batch:
 
     number: int
     world: Any
+    device: torch.device
     exchange: Exchange | None = None
     carrier: CarrierBatch | None = None
     ticket: _Ticket | None = None
@@ -142,7 +144,7 @@ class APSCompressor(BaseCompressor, Compressor):  # type: ignore[misc]
                  group: str | None, grouped: bool) -> _Ticket:
         """Submit tensors to the exchange under the batch's ticket, or a group's own."""
         assert batch.exchange is not None
-        stem = f"{self._name}.ticket.{process_set_id}.{batch.number % 4}"
+        stem = f"{self._name}.ticket.{process_set_id}.{batch.device.type}.{batch.number % 4}"
         if grouped:  # Horovod waits for every group by a handle of its own
             ticket = _Ticket(*seam.ticket(f"{stem}.{batch.n_groups}.{group}", process_set_id))
             batch.n_groups += 1
@@ -154,8 +156,10 @@ class APSCompressor(BaseCompressor, Compressor):  # type: ignore[misc]
             if batch.size == 1:  # nothing to agree on and nothing to round
                 torch.mul(staged, factor, out=result)
                 continue
-            batch.exchange.submit(Layer(name, tuple(staged.shape), DTYPE_CODES[staged.dtype], staged.data_ptr(),
-                                        result.data_ptr(), factor, context))
+            layer = Layer(name, tuple(staged.shape), DTYPE_CODES[staged.dtype], staged.data_ptr(),
+                          result.data_ptr(), factor, context)
+            with _on(batch.device):
+                batch.exchange.submit(layer)
         return ticket
 
     def _open_batch(self, process_set_id: int, device: torch.device) -> _Batch:
@@ -163,7 +167,7 @@ class APSCompressor(BaseCompressor, Compressor):  # type: ignore[misc]
         key = (process_set_id, str(device))
         batch = self._batches.get(key)
         if batch is None or batch.flushed or batch.world is not world:
-            batch = _Batch(0 if batch is None else batch.number + 1, world)
+            batch = _Batch(0 if batch is None else batch.number + 1, world, device)
             if self._options.transport == "allreduce":
                 batch.carrier = self._carrier(process_set_id)
             else:
@@ -204,16 +208,21 @@ class APSCompressor(BaseCompressor, Compressor):  # type: ignore[misc]
                 batch.carrier.flush(ticket.handle)
                 return
             assert batch.exchange is not None and ticket.word is not None
-            n_present = int(ticket.word[0])
-            if n_present != batch.size:
+            try:
+                _check_all_present(int(ticket.word[0]), batch.size)
+            except ValueError:
                 batch.exchange.forget()
-                raise ValueError(f"APSCompressor: {batch.size - n_present} of {batch.size} ranks are in hvd.join(), "
-                                 f"which only a plain all-reduce can go on without; use APSCompressor(..., "
-                                 f'transport="allreduce")')
-            batch.exchange.flush()
+                raise
+            with _on(batch.device):
+                batch.exchange.flush()
         except BaseException as error:
             batch.error = error
             raise
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Make `device` the current one while kernels are launched."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _kernels_for(device: torch.device) -> Any:
@@ -223,16 +232,27 @@ def _kernels_for(device: torch.device) -> Any:
     if device.type == "cuda":
         from horovod_aps.cuda_kernels import CudaKernels
 
-        return CudaKernels(device.index, stream=lambda: torch.cuda.current_stream(device).cuda_stream)
+        return CudaKernels(stream=lambda: torch.cuda.current_stream(device).cuda_stream)
     raise TypeError(f"APSCompressor: tensors must be on a CPU or a CUDA device, got {device}")
 
 
 def _agree(value: int, process_set: Any) -> int:
-    """The smallest `value` of all ranks of the process set."""
-    word = torch.tensor([value], dtype=torch.int32)
-    handle = mpi_ops.allreduce_async_(word, op=mpi_ops.Min, process_set=process_set,
+    """Whether `value` is 1 on all ranks of the process set; ValueError if some of them have joined.
+
+    Decided before anything is remembered: a rank in `hvd.join()` would not remember it.
+    """
+    words = torch.tensor([1, value], dtype=torch.int32)
+    handle = mpi_ops.allreduce_async_(words, op=mpi_ops.Sum, process_set=process_set,
                                       name=f"horovod_aps.agree.{process_set.process_set_id}")
-    return int(mpi_ops.synchronize(handle)[0])
+    n_present, total = mpi_ops.synchronize(handle).tolist()
+    _check_all_present(n_present, process_set.size())
+    return int(total == n_present)
+
+
+def _check_all_present(n_present: int, size: int) -> None:
+    if n_present != size:
+        raise ValueError(f"APSCompressor: {size - n_present} of {size} ranks are in hvd.join(), which only a plain "
+                         f'all-reduce can go on without; use APSCompressor(..., transport="allreduce")')
 
 
 def _op_name(op: int) -> str:
