@@ -51,7 +51,9 @@ class CudaKernels:
     Every call waits for its kernels: the host reads exponents and messages next, or reuses the message.
     """
 
-    def __init__(self, device: Any = None, stream: int | Callable[[], int] = 0, block: int = 256, max_grid: int = 65535) -> None:
+    def __init__(
+        self, device: Any = None, stream: int | Callable[[], int] = 0, block: int = 256, max_grid: int = 65535
+    ) -> None:
         if not 1 <= block <= 1024:
             raise ValueError(f"CudaKernels: block must be in 1..1024, got {block}")
         if max_grid < 1:

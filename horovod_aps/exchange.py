@@ -170,7 +170,7 @@ class Exchange:
             self._arrive(flight, layer)
         yield from self._fly(flight)
         if flight.agreed_names() != {layer.name for layer in ranked}:
-            raise RuntimeError("APSCompressor: ranks agreed on a batch and then sent different ones; please report this")
+            raise RuntimeError("APSCompressor: ranks agreed on a batch, then sent different ones; please report this")
 
     def _remember(self, specs: list[LayerSpec]) -> Plan:
         description = agreement.describe(specs, self.options)

@@ -32,7 +32,17 @@ class _Context:
     staged: torch.Tensor
     batch: _Batch | None = None
     ticket: _Ticket | None = None
-    result: torch.Tensor | None = None
+    _result: torch.Tensor | None = None
+
+    @property
+    def result(self) -> torch.Tensor:
+        """Where the reduced values go, known once Horovod has handed the tensor in."""
+        assert self._result is not None
+        return self._result
+
+    @result.setter
+    def result(self, result: torch.Tensor) -> None:
+        self._result = result
 
 
 @dataclass
@@ -66,7 +76,7 @@ class _Batch:
         return part.size
 
 
-class APSCompressor(BaseCompressor, Compressor):  # type: ignore[misc]
+class APSCompressor(BaseCompressor, Compressor):
     __doc__ = BaseCompressor.__doc__
 
     def _start(self) -> None:
@@ -101,7 +111,6 @@ class APSCompressor(BaseCompressor, Compressor):  # type: ignore[misc]
             raise ValueError("APSCompressor: this tensor was compressed but not all-reduced through us; op must be "
                              "Average or Sum, and hvd.DistributedOptimizer(op=hvd.Adasum) is not supported")
         self._flush(ctx.batch, ctx.ticket)
-        assert ctx.result is not None
         if ctx.result is ctx.staged and ctx.staged is not ctx.original:  # in place, through a contiguous copy
             ctx.original.copy_(ctx.staged)
             return ctx.original
@@ -121,7 +130,7 @@ class APSCompressor(BaseCompressor, Compressor):  # type: ignore[misc]
         batch = self._open_batch(process_set_id, tensors[0].device)
         if op == mpi_ops.Average:
             factor /= batch.size
-        entries = []
+        entries: list[tuple[str, _Context, float]] = []
         for tensor, output, name in zip(tensors, outputs, names):
             context: _Context = tensor.aps_context
             if name is None:
@@ -152,7 +161,6 @@ class APSCompressor(BaseCompressor, Compressor):  # type: ignore[misc]
             ticket = batch.ticket = batch.ticket or _Ticket(*seam.ticket(stem, process_set_id))
         for name, context, factor in entries:
             staged, result = context.staged, context.result
-            assert result is not None
             if batch.size == 1:  # nothing to agree on and nothing to round
                 torch.mul(staged, factor, out=result)
                 continue

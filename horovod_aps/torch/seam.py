@@ -23,17 +23,17 @@ class WireTensor(torch.Tensor):
 
     aps_compressor: APSCompressor
     aps_context: Any
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def type(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def type(self, *args: Any, **kwargs: Any) -> Any:
         """The name by which Horovod finds our functions; with arguments, `torch.Tensor.type`."""
         if args or kwargs:
             return super().type(*args, **kwargs)
         return TYPE_NAME
 
-    def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
         """A plain tensor of the same dtype and device, as Horovod makes for the output."""
-        return torch.Tensor.new(self.as_subclass(torch.Tensor), *args, **kwargs)  # type: ignore[no-any-return]
+        return torch.Tensor.new(self.as_subclass(torch.Tensor), *args, **kwargs)
 
 
 def wire(tensor: torch.Tensor, compressor: APSCompressor) -> WireTensor:
