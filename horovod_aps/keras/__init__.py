@@ -1,0 +1,16 @@
+"""Keras 3 on TensorFlow with Horovod: a DistributedOptimizer that does all-reduce, and its callbacks.
+
+Horovod's own wrapper builds without error on Keras 3 and then never all-reduces. With tf-keras
+(`TF_USE_LEGACY_KERAS=1`) Horovod's works, also with our compressor.
+"""
+
+from horovod_aps.keras.callbacks import (
+    BroadcastGlobalVariablesCallback,
+    LearningRateWarmupCallback,
+    MetricAverageCallback,
+)
+from horovod_aps.keras.optimizer import DistributedOptimizer, load_model
+from horovod_aps.tensorflow import APSCompressor
+
+__all__ = ["APSCompressor", "BroadcastGlobalVariablesCallback", "DistributedOptimizer", "LearningRateWarmupCallback",
+           "MetricAverageCallback", "load_model"]
