@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from importlib import resources
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import torch
 from horovod_aps import kernels
 
 TILE = 16  # as in aps_simulate.cu
+CUDA_OPTIONS = ("--std=c++14", "--fmad=false")
 
 
 @functools.lru_cache(maxsize=1)
@@ -31,18 +31,18 @@ def _cuda_kernel(name: str, device: int) -> Any:
     """The compiled kernel; CuPy keeps modules per device, which is why the cache does too."""
     import cupy
 
-    folder = resources.files("horovod_aps.cuda")
+    from horovod_aps.cuda_kernels import source_folder
+
+    folder = source_folder()
     with cupy.cuda.Device(device):
         module = cupy.RawModule(
             code=(folder / "aps_simulate.cu").read_text(),
-            options=("--std=c++14", "--fmad=false", f"-I{folder}"),
+            options=(*CUDA_OPTIONS, f"-I{folder}"),
         )
         return module.get_function(name)
 
 
-def _launch(
-    name: str, tensor: torch.Tensor, grid: tuple[int, int], block: tuple[int, int], args: tuple
-) -> None:
+def _launch(name: str, tensor: torch.Tensor, grid: tuple[int, int], block: tuple[int, int], args: tuple) -> None:
     """Run a kernel on the tensor's device, ordered in torch's current stream."""
     import cupy
 
