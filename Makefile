@@ -25,5 +25,14 @@ docs: setup
 bench: setup
 	$(PY) benchmarks/run_all.py
 
+# Malformed bytes for the kernels, under sanitizers: make fuzz SECONDS=3600
+SECONDS ?= 600
+fuzz: setup
+	$(PY) tests/fuzz/fuzz.py --seconds $(SECONDS)
+
+# A long run on two ranks: memory, handles, names, replicas; its figures are in docs/reliability.md
+soak: setup
+	$(PY) benchmarks/soak.py
+
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache out

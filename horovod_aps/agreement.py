@@ -109,8 +109,9 @@ def _parse(raw: bytes, rank: int) -> tuple[dict[str, Any], list[str]]:
 
 
 def _foreign(rank: int, what: str) -> ValueError:
-    return ValueError(f"APSCompressor: the message of rank {rank} is truncated or not of horovod_aps ({what}); "
-                      f"check that all ranks run the same program and horovod_aps {__version__}")
+    return ValueError(
+        f"APSCompressor: the message of rank {rank} is truncated or not of horovod_aps ({what}); check "
+        f"that all ranks run the same program and horovod_aps {__version__}")
 
 
 def _difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> str | None:

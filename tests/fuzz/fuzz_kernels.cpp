@@ -1,0 +1,223 @@
+// Fuzz target over the C interface of the CPU kernel library: any table, any message, any exponent.
+//
+// Every array has exactly the bytes that the interface was told of, so that the address sanitizer sees one byte too
+// many. Oracles beside the sanitizers: the AVX2 and the baseline loops give the same bytes, a refused table leaves
+// everything as it was, and a table with a segment outside its message is refused.
+// Built with -fsanitize=fuzzer it is a libFuzzer target; with -DAPS_FUZZ_DRIVER it has a main() of its own that feeds
+// it random inputs, the same ones for the same seed.
+#ifdef __clang__
+// clang 14 knows no "f16c" here, nor GCC's target pragma: the build asks for AVX2 and F16C where the processor has them.
+#define __builtin_cpu_supports(feature) 1
+#endif
+#include "aps_cpu.cpp"
+
+#include <stdio.h>
+
+#include <memory>
+#include <vector>
+
+namespace {
+
+// Mostly short, for speed; sometimes longer than the kernels' blocks of 2048 elements.
+const int64_t SHORT_LENGTH = 300, MAX_LENGTH = 3000, MAX_ELEMENTS = 4096;
+
+struct Bytes {  // the fuzzer's input, read from the front; zeros after its end
+    const uint8_t* data;
+    size_t size, used = 0;
+    uint8_t byte() { return used < size ? data[used++] : 0; }
+    uint64_t word(int n_bytes) {
+        uint64_t value = 0;
+        for (int k = 0; k < n_bytes; ++k) value |= (uint64_t)byte() << (8 * k);
+        return value;
+    }
+    int64_t below(int64_t limit) { return (int64_t)(word(2) % (uint64_t)limit); }
+};
+
+// A heap block of exactly n bytes, filled from what is left of the input, over and over.
+std::unique_ptr<uint8_t[]> block(int64_t n, const Bytes& in, size_t skip) {
+    std::unique_ptr<uint8_t[]> memory(new uint8_t[(size_t)n]);
+    size_t rest = in.size - in.used;
+    for (int64_t k = 0; k < n; ++k) memory[k] = rest ? in.data[in.used + ((size_t)k + skip) % rest] : 0;
+    return memory;
+}
+
+struct Case {
+    int op, n_in, accumulate, keep, stochastic;
+    uint64_t seed;
+    int64_t length;
+    std::vector<ApsSegment> table;
+    std::vector<int64_t> n_data;  // bytes behind each segment's address
+};
+
+Case read_case(Bytes& in) {
+    Case c;
+    c.op = in.byte() % 7;
+    uint8_t flags = in.byte();
+    c.n_in = 1 + (flags & 3);
+    c.accumulate = (flags >> 2) % 3;
+    c.keep = flags >> 6 & 1;
+    c.stochastic = flags >> 7;
+    c.seed = in.word(4);
+    uint8_t shape = in.byte();
+    c.table.resize((size_t)(shape % 5));
+    c.length = in.below(shape < 240 ? SHORT_LENGTH : MAX_LENGTH);
+    int64_t offset = 0;
+    for (ApsSegment& s : c.table) {
+        memset(&s, 0, sizeof s);
+        uint8_t odd = in.byte();  // which fields are anything at all, instead of sensible
+        s.exp_bits = odd & 1 ? in.byte() : (uint8_t)(1 + in.byte() % 8);
+        s.man_bits = odd & 2 ? in.byte() : (uint8_t)(in.byte() % 24);
+        s.flags = in.byte() & (odd & 4 ? 0xff : APS_SPECIALS);
+        s.dtype = odd & 8 ? in.byte() : (uint8_t)(in.byte() % 4);
+        s.exponent = odd & 16 ? (int32_t)in.word(4) : (int32_t)(int16_t)in.word(2) % 160;
+        s.n = odd & 32 ? (int64_t)in.word(8) : in.below(MAX_ELEMENTS);
+        s.offset = odd & 64 ? (int64_t)in.word(8) : offset;
+        s.factor = odd & 128 ? aps_float((uint32_t)in.word(4)) : 0.5f;
+        uint8_t nudge = in.byte();  // to the edges of what is allowed, and one over
+        s.uid = nudge;
+        s.first = in.below(1000);
+        int width = s.flags & APS_RAW ? 32 : 1 + s.exp_bits + s.man_bits;
+        if (!(odd & 32) && !(odd & 64) && width <= 32) {  // fit it in, as layouts do
+            int64_t room = (c.length - offset) * 8 / width;
+            s.n = s.n < room && nudge >= 64 ? s.n : room + (nudge == 1);
+            if (nudge == 2) s.offset = c.length - (s.n * width + 7) / 8 + 1;
+            if (nudge == 3) s.offset = -1;
+            offset += (s.n * width + 7) / 8;
+        }
+        // No length bounds a scan, so its caller vouches for n; nor is any message wide enough for more than this.
+        const int64_t most = c.op == 0 ? MAX_ELEMENTS : 8 * MAX_LENGTH;
+        if (c.op == 0 && s.n > most) s.n = most;
+        int64_t n = s.n < 0 ? 0 : s.n > most ? 0 : s.n;
+        c.n_data.push_back(s.dtype > 3 ? 0 : n * aps_dtype_size(s.dtype));
+    }
+    return c;
+}
+
+// Make every NaN of an array the same: which one a sum of two NaNs gives is up to the compiler.
+void one_nan(uint8_t* p, int dtype, int64_t n) {
+    const int man_bits = aps_dtype_man_bits(dtype), exp_bits = aps_dtype_exp_bits(dtype);
+    for (int64_t k = 0; k < n; ++k) {
+        uint64_t bits = 0;
+        memcpy(&bits, p + k * aps_dtype_size(dtype), (size_t)aps_dtype_size(dtype));
+        const uint64_t top = ((1ull << exp_bits) - 1) << man_bits, magnitude = bits & ((1ull << (exp_bits + man_bits)) - 1);
+        if (magnitude > top) memset(p + k * aps_dtype_size(dtype), 0xff, (size_t)aps_dtype_size(dtype));
+    }
+}
+
+bool overlap(const Case& c) {
+    int64_t end = 0;
+    for (const ApsSegment& s : c.table) {
+        if (s.offset < end) return true;
+        end = s.offset + (s.n * (s.flags & APS_RAW ? 32 : 1 + s.exp_bits + s.man_bits) + 7) / 8;
+    }
+    return false;
+}
+
+struct Outcome {
+    int64_t status = 0;
+    std::vector<uint8_t> bytes;  // everything that the call may have written
+};
+
+Outcome run(const Case& c, const Bytes& in, bool avx2) {
+    aps_use_avx2(avx2);
+    std::vector<ApsSegment> table = c.table;
+    std::vector<std::unique_ptr<uint8_t[]>> data, messages;
+    for (size_t k = 0; k < table.size(); ++k) {
+        data.push_back(block(c.n_data[k], in, k));
+        table[k].data = (uint64_t)data.back().get();
+    }
+    std::vector<const uint8_t*> inputs;
+    for (int j = 0; j < c.n_in; ++j) {
+        messages.push_back(block(c.length, in, 7 * (size_t)j));
+        inputs.push_back(messages.back().get());
+    }
+    std::unique_ptr<uint8_t[]> out = block(c.length, in, 3);
+    std::vector<double> sums(4 * table.size(), 0.5);
+    const int64_t n = (int64_t)table.size();
+    Outcome o;
+    if (c.op == 0) o.status = aps_scan(table.data(), n, c.stochastic);
+    if (c.op == 1) o.status = aps_encode_segments(table.data(), n, out.get(), c.length, c.stochastic, c.seed);
+    if (c.op == 2) o.status = aps_decode_segments(table.data(), n, inputs.data(), c.n_in, c.length, c.accumulate);
+    if (c.op == 3) {
+        o.status = aps_reduce_segments(table.data(), n, inputs.data(), c.n_in, c.accumulate, c.keep, out.get(), c.length,
+                                       c.stochastic, c.seed);
+    }
+    if (c.op == 4) o.status = aps_residual_segments(table.data(), n, inputs[0], c.length);
+    if (c.op == 5) o.status = aps_measure_segments(table.data(), n, inputs[0], c.length, sums.data());
+    if (c.op == 6) o.status = aps_check_segments(table.data(), n, 1, c.length);
+    for (size_t k = 0; k < table.size(); ++k) {
+        const ApsSegment& s = table[k];
+        const uint8_t* p = (const uint8_t*)&s.exponent;
+        o.bytes.insert(o.bytes.end(), p, p + sizeof s.exponent);
+        if (o.status) continue;
+        if (s.flags & APS_RAW && c.op != 0) one_nan(out.get() + s.offset, APS_F32, s.n);
+        one_nan(data[k].get(), s.dtype, c.n_data[k] / aps_dtype_size(s.dtype));
+    }
+    for (size_t k = 0; k < table.size(); ++k) o.bytes.insert(o.bytes.end(), data[k].get(), data[k].get() + c.n_data[k]);
+    o.bytes.insert(o.bytes.end(), out.get(), out.get() + c.length);
+    const uint8_t* p = (const uint8_t*)sums.data();
+    o.bytes.insert(o.bytes.end(), p, p + 8 * sums.size());
+    return o;
+}
+
+void demand(bool holds, const char* what, const Case& c) {
+    if (holds) return;
+    fprintf(stderr, "fuzz_kernels: %s\n  op %d n_in %d accumulate %d keep %d stochastic %d seed %llu length %lld\n", what,
+            c.op, c.n_in, c.accumulate, c.keep, c.stochastic, (unsigned long long)c.seed, (long long)c.length);
+    for (const ApsSegment& s : c.table) {
+        fprintf(stderr, "  segment e%d m%d flags %d dtype %d exponent %d factor %g n %lld offset %lld\n", s.exp_bits,
+                s.man_bits, s.flags, s.dtype, s.exponent, (double)s.factor, (long long)s.n, (long long)s.offset);
+    }
+    abort();
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+    Bytes in{data, size};
+    const Case c = read_case(in);
+    const Outcome plain = run(c, in, false), vector = run(c, in, true);
+    const bool comparable = plain.status != 0 || c.op == 0 || !overlap(c);  // else NaNs are cut to pieces
+    demand(plain.status == vector.status && (!comparable || plain.bytes == vector.bytes), "AVX2 and baseline differ", c);
+    bool outside = false;
+    for (const ApsSegment& s : c.table) {
+        __int128 width = s.flags & APS_RAW ? 32 : 1 + s.exp_bits + s.man_bits;
+        if (s.n < 0 || s.offset < 0 || s.offset + ((__int128)s.n * width + 7) / 8 > c.length) outside = true;
+    }
+    demand(c.op == 0 || !outside || plain.status != 0, "a segment outside its message was accepted", c);
+    if (plain.status != 0) {
+        Case untouched = c;
+        untouched.op = 6;
+        demand(run(untouched, in, false).bytes == plain.bytes, "a refused table changed something", c);
+    }
+    return 0;
+}
+
+#ifdef APS_FUZZ_DRIVER
+#include <time.h>
+
+// usage: fuzz_kernels <seconds> <seed>; prints the number of inputs
+int main(int argc, char** argv) {
+    const double seconds = argc > 1 ? atof(argv[1]) : 5.0;
+    uint64_t state = argc > 2 ? strtoull(argv[2], nullptr, 10) : 1;
+    auto random = [&]() {  // splitmix64
+        uint64_t z = (state += 0x9e3779b97f4a7c15ull);
+        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+        z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+        return z ^ (z >> 31);
+    };
+    const time_t end = time(nullptr) + (time_t)(seconds + 0.5);
+    long n_runs = 0;
+    for (; time(nullptr) < end; ++n_runs) {
+        std::vector<uint8_t> bytes(random() % 400);
+        for (uint8_t& b : bytes) b = (uint8_t)(random() >> 32);
+        // Mostly sensible tables: `odd` is one random byte per segment, so thin the set bits out by position.
+        if (random() % 4) {
+            for (size_t k = 9; k < bytes.size() && k < 90; ++k) bytes[k] &= random() % 3 ? 0xff : (uint8_t)random();
+        }
+        LLVMFuzzerTestOneInput(bytes.data(), bytes.size());
+    }
+    printf("%ld inputs, no finding\n", n_runs);
+    return 0;
+}
+#endif
