@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,8 @@ class Exchange:
         self._plan_of: dict[str, Plan] = {}
         self._flight: Flight | None = None
         self._lock = threading.RLock()
+        self.gate: Callable[[], bool] | None = None
+        """If set, nothing starts from `submit` until it returns True; for a frontend that first asks who is there."""
 
     # ---- handing in and taking out ------------------------------------------------------------------------
 
@@ -58,16 +60,19 @@ class Exchange:
                 raise ValueError(f"APSCompressor: {layer.name!r} was submitted twice before its result was used; "
                                  f"give tensors of different models different names")
             self._pending[layer.name] = layer
-            if self.transport.overlap == "never":
+            if not self.transport.overlaps:
                 return
             if len(self._pending) == 1 and layer.name in self._plan_of:
                 self._flight = self._take_off(self._plan_of[layer.name])
             if self._flight is not None:
                 self._arrive(self._flight, layer)
-                if self.transport.overlap == "free":
+                if self._gate_is_open():
                     self._look_after(self._flight)
-                else:
-                    self._tick(self._flight)
+
+    def _gate_is_open(self) -> bool:
+        if self.gate is not None and self.gate():
+            self.gate = None
+        return self.gate is None
 
     def flush(self) -> None:
         """Reduce everything that was submitted; on return all targets hold their results."""
@@ -219,12 +224,10 @@ class Exchange:
     def _may_launch(self, flight: Flight) -> bool:
         index = flight.n_launched
         return (not flight.broken and index < len(flight.plan.buckets) and flight.arrived[index] == 0
-                and flight.n_agreed >= (index if self.transport.overlap != "never" else min(1, index)))
+                and flight.n_agreed >= (index if self.transport.overlaps else min(1, index)))
 
     def _launch(self, flight: Flight) -> None:
-        index = flight.n_launched
-        n_waits = 2 if flight.plan.buckets[index].n_shards == 1 else 3
-        flight.jobs.append(Job(self._reduce_bucket(flight, index), n_waits, flight.tick))
+        flight.jobs.append(Job(self._reduce_bucket(flight, flight.n_launched)))
         flight.n_launched += 1
 
     def _look_after(self, flight: Flight) -> None:
@@ -233,22 +236,6 @@ class Exchange:
         if now >= flight.next_look or self._may_launch(flight):
             self._advance(flight)
             flight.next_look = time.perf_counter() + LOOK_SECONDS
-
-    def _tick(self, flight: Flight) -> None:
-        """Start what is due by the arrival of gradients alone, never by the time it takes.
-
-        Every full bucket is a tick of the clock: at it earlier buckets start their next phase, some ticks after
-        the one before, and are waited for if they are late. So all ranks have started the same operations when
-        backward ends.
-        """
-        while not flight.broken and (flight.n_launched < len(flight.arrived)
-                                     and flight.arrived[flight.n_launched] == 0):
-            flight.tick += 1
-            for job in flight.jobs:
-                job.step_clocked(flight.tick)
-            flight.jobs = [job for job in flight.jobs if not job.finished]
-            if self._may_launch(flight):
-                self._launch(flight)
 
     def _fly(self, flight: Flight) -> Generator[bool, None, None]:
         """Bring every bucket that can be launched home."""

@@ -67,6 +67,7 @@ class _Batch:
     error: BaseException | None = None
     n_unnamed: int = 0
     n_groups: int = 0
+    gated: bool = False
 
     @property
     def size(self) -> int:
@@ -155,10 +156,15 @@ class APSCompressor(BaseCompressor, Compressor):
         assert batch.exchange is not None
         stem = f"{self._name}.ticket.{process_set_id}.{batch.device.type}.{batch.number % 4}"
         if grouped:  # Horovod waits for every group by a handle of its own
-            ticket = _Ticket(*seam.ticket(f"{stem}.{batch.n_groups}.{group}", process_set_id))
-            batch.n_groups += 1
+            # By name where there is one: the order in which groups fill up may differ between ranks.
+            label = f"noname.{batch.n_groups}" if group is None else f"group.{group}"
+            batch.n_groups += group is None
+            ticket = _Ticket(*seam.ticket(f"{stem}.{label}", process_set_id))
         else:
             ticket = batch.ticket = batch.ticket or _Ticket(*seam.ticket(stem, process_set_id))
+        if not batch.gated:  # a rank in hvd.join() would never answer a bucket that starts in backward
+            batch.exchange.gate = lambda: mpi_ops.poll(ticket.handle) and int(ticket.word[0]) == batch.size
+            batch.gated = True
         for name, context, factor in entries:
             staged, result = context.staged, context.result
             if batch.size == 1:  # nothing to agree on and nothing to round
@@ -220,6 +226,7 @@ class APSCompressor(BaseCompressor, Compressor):
                 _check_all_present(int(ticket.word[0]), batch.size)
             except ValueError:
                 batch.exchange.forget()
+                batch.number -= 1  # ranks that have joined did not count this batch
                 raise
             with _on(batch.device):
                 batch.exchange.flush()
