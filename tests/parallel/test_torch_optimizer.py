@@ -183,11 +183,16 @@ class Branches(torch.nn.Module):
         return self.trunk(x) + self.branches[which](x)
 
 
+@pytest.mark.parametrize("bucket_mb", [16.0, 0.0001])
 @pytest.mark.parametrize("differ", [True, False])
-def test_optimizer_parameters_without_gradient(differ):
-    """Each rank uses another branch, or all use the same: a missing gradient counts as zeros."""
+def test_optimizer_parameters_without_gradient(differ, bucket_mb):
+    """Each rank uses another branch, or all use the same: a missing gradient counts as zeros.
+
+    With small buckets some are complete in backward on one rank and not on the other, while both meet in a
+    collective of the user's before step.
+    """
     model = Branches()
-    optimizer = wrap(model, APSCompressor(5, 10))
+    optimizer = wrap(model, APSCompressor(5, 10, bucket_mb=bucket_mb))
     for step in range(4):
         optimizer.zero_grad()
         which = (step + hvd.rank()) % 3 if differ else step % 3
@@ -201,6 +206,26 @@ def test_optimizer_parameters_without_gradient(differ):
         assert relative_error(named_gradients(model), exact) < ERROR
         with optimizer.skip_synchronize():
             optimizer.step()
+    assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+def test_optimizer_hook_order_may_differ_between_ranks(groups):
+    """Even and odd ranks add up the same loss in opposite orders, so that gradients arrive in opposite orders."""
+    model = Branches()
+    optimizer = wrap(model, APSCompressor(5, 10, bucket_mb=0.0001), groups=groups)
+    arrived: list[int] = []
+    for i, branch in enumerate(model.branches):
+        branch.weight.register_hook(lambda grad, i=i: arrived.append(i))
+    for step in range(4):
+        optimizer.zero_grad()
+        x = torch.randn(4, 20, generator=torch.Generator().manual_seed(100 * step + hvd.rank()))
+        parts = [module(x).square().mean() for module in [model.trunk, *model.branches]]
+        arrived.clear()
+        sum(parts if hvd.rank() % 2 else parts[::-1]).backward()
+        optimizer.step()
+    orders = hvd.allgather(torch.tensor([arrived]), name="orders").tolist()
+    assert orders[0] != orders[1], "this test wants different orders"
     assert_replicas_equal(model)
 
 
