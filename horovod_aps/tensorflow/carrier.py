@@ -19,6 +19,15 @@ from horovod_aps.tensorflow.horovod_transport import allreduce
 DTYPES = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)  # by the kernels' codes
 
 
+def array_at(address: int, layer: Layer) -> np.ndarray:
+    """The flat array at a layer's source or target."""
+    dtype = np.dtype(DTYPES[layer.dtype])
+    n_bytes = int(np.prod(layer.shape, dtype=np.int64)) * dtype.itemsize
+    if n_bytes == 0:
+        return np.empty(0, dtype)
+    return np.frombuffer((ctypes.c_uint8 * n_bytes).from_address(address), dtype)
+
+
 def carry(layers: Sequence[Layer], options: Options, step_number: int, process_set: Any) -> None:
     """All-reduce layers in two plain all-reduces, which ranks in hvd.join() take part in with zeros."""
     kernels = CpuKernels()
@@ -40,6 +49,4 @@ def carry(layers: Sequence[Layer], options: Options, step_number: int, process_s
         power, finite = carrier.back_scale(word, top)
         # float64 holds every float16 times every power of two that occurs, so this rounds once
         scaled = np.ldexp(totals[end - n:end].astype(np.float64), power) * layer.factor
-        target = np.frombuffer((ctypes.c_uint8 * (n * np.dtype(DTYPES[layer.dtype]).itemsize)).from_address(layer.target),
-                               DTYPES[layer.dtype])
-        target[:] = scaled if finite else np.nan
+        array_at(layer.target, layer)[:] = scaled if finite else np.nan

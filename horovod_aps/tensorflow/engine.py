@@ -14,7 +14,7 @@ from horovod.tensorflow import mpi_ops
 
 from horovod_aps.exchange import Exchange, Layer
 from horovod_aps.kernels import CpuKernels
-from horovod_aps.tensorflow.carrier import carry
+from horovod_aps.tensorflow.carrier import array_at, carry
 from horovod_aps.tensorflow.horovod_transport import HorovodTransport, allreduce
 from horovod_aps.transport import Transport
 from horovod_aps.world import make_transport, process_set_of
@@ -97,6 +97,10 @@ def _reduce(call: Call, n_present: int, layers: list[Layer]) -> None:
     if call.op == mpi_ops.Average:
         for layer in layers:
             layer.factor /= size
+    if size == 1:  # nothing to agree on and nothing to round
+        for layer in layers:
+            np.multiply(array_at(layer.source, layer), layer.factor, out=array_at(layer.target, layer), casting="unsafe")
+        return
     if compressor._options.transport == "allreduce":
         step_number = compressor._carried[call.stem] = compressor._carried.get(call.stem, -1) + 1
         carry(layers, compressor._options, step_number, process_set)

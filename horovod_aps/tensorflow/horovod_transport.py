@@ -15,8 +15,6 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from tensorflow.python.eager.context import eager_mode
 
-from horovod_aps.transport import Overlap
-
 
 def allreduce(values: np.ndarray, op: int, process_set_id: int) -> np.ndarray:
     """Horovod's own all-reduce of an array."""
@@ -42,7 +40,7 @@ class _Finished:
 class HorovodTransport:
     """Blocking all-reduce, all-to-all and all-gather on CPU tensors."""
 
-    overlap: Overlap = "never"
+    overlaps = False
 
     def __init__(self, process_set: mpi_ops.ProcessSet) -> None:
         self._id = process_set.process_set_id

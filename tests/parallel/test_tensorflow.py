@@ -1,0 +1,386 @@
+"""Horovod's TensorFlow interface with compression, eagerly and in graphs, on every rank of a real job.
+
+Oracle: the NumPy simulation of all ranks in `tests/reference.py`, bit for bit, unless a test says otherwise; the torch
+tests have the same one, so that both frontends give the same bits. One inter-op thread for the whole file: an exchange
+that needed a second one would hang.
+"""
+
+from __future__ import annotations
+
+import horovod.tensorflow as hvd
+import numpy as np
+import pytest
+import tensorflow as tf
+from exchange_oracle import SIZES, assert_same_bits, expected, make_gradients
+from reference import Format
+from tf_common import digits, initial_weights, replicas_equal
+
+from horovod_aps.tensorflow import APSCompressor
+from horovod_aps.tensorflow.compressor import MANY
+
+hvd.init()
+tf.config.threading.set_inter_op_parallelism_threads(1)
+MODES = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+AVERAGE = 1 / hvd.size()
+
+
+def run(function, graph: bool):
+    """Call a function of no arguments, inside tf.function if asked."""
+    return (tf.function(function) if graph else function)()
+
+
+def grouped(grads: list[dict[str, np.ndarray]], compressor: APSCompressor, graph: bool, **keywords) -> dict:
+    tensors = [tf.constant(x) for x in grads[hvd.rank()].values()]
+    results = run(lambda: hvd.grouped_allreduce(tensors, compression=compressor, name="g", **keywords), graph)
+    for tensor, x in zip(tensors, grads[hvd.rank()].values()):
+        assert_same_bits(tensor.numpy(), x, "the input was overwritten")
+    return {name: result.numpy() for name, result in zip(grads[0], results)}
+
+
+def check(actual: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    assert actual.keys() == wanted.keys()
+    for name in wanted:
+        assert_same_bits(actual[name], wanted[name], name)
+
+
+@MODES
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_grouped_allreduce_equals_simulation(dtype, graph):
+    grads = make_gradients(SIZES, hvd.size(), dtype)
+    check(grouped(grads, APSCompressor(4, 3), graph), expected(grads, Format(4, 3), factor=AVERAGE))
+
+
+@pytest.mark.parametrize("op, divisor", [(hvd.Average, hvd.size()), (hvd.Sum, 1)], ids=["average", "sum"])
+def test_grouped_allreduce_op_and_scale_factors(op, divisor):
+    grads = make_gradients((100, 7), hvd.size())
+    actual = grouped(grads, APSCompressor(5, 2), True, op=op, prescale_factor=0.5, postscale_factor=3.0)
+    check(actual, expected(grads, Format(5, 2), factor=1.5 / divisor))
+
+
+def test_grouped_allreduce_many_buckets_in_graph():
+    grads = make_gradients((900, 90, 9, 5000, 0, 1, 1, 1000, 1001, 0), hvd.size())
+    compressor = APSCompressor(4, 3, bucket_mb=0.004)
+    wanted = expected(grads, Format(4, 3), factor=AVERAGE, bucket_mb=0.004)
+    for _ in range(2):
+        check(grouped(grads, compressor, True), wanted)
+
+
+@MODES
+def test_grouped_allreduce_mixed_dtypes_and_integers(graph):
+    """Horovod's own groups hold one dtype each, ours any; integers are summed exactly."""
+    grads = {**make_gradients((9,), hvd.size(), "float32")[hvd.rank()]}
+    half = make_gradients((5,), hvd.size(), "float16")
+    tensors = [tf.constant(grads["layer0"]), tf.constant([hvd.rank(), 7]), tf.constant(half[hvd.rank()]["layer0"])]
+    first, integers, last = run(lambda: hvd.grouped_allreduce(tensors, compression=APSCompressor(4, 3), op=hvd.Sum), graph)
+    full = make_gradients((9,), hvd.size(), "float32")
+    assert_same_bits(first.numpy(), expected(full, Format(4, 3))["layer0"])
+    assert_same_bits(last.numpy(), expected(half, Format(4, 3))["layer0"])
+    assert integers.numpy().tolist() == [sum(range(hvd.size())), 7 * hvd.size()]
+
+
+@MODES
+@pytest.mark.parametrize("n", [0, 1, 9])
+def test_allreduce_tiny_tensors(n, graph):
+    grads = make_gradients((n,), hvd.size())
+    tensor = tf.constant(grads[hvd.rank()]["layer0"])
+    result = run(lambda: hvd.allreduce(tensor, compression=APSCompressor(4, 3)), graph)
+    assert_same_bits(result.numpy(), expected(grads, Format(4, 3), factor=AVERAGE)["layer0"])
+
+
+@MODES
+def test_allreduce_scalar_variable_and_unknown_shape(graph):
+    compressor = APSCompressor(5, 10)
+    variable = tf.Variable(float(hvd.rank() + 1))
+    result = run(lambda: hvd.allreduce(variable, compression=compressor, op=hvd.Sum), graph)
+    assert result.shape == () and result.numpy() == sum(range(1, hvd.size() + 1))
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 3])])
+    def reduce(x):
+        return hvd.allreduce(x, compression=compressor)
+
+    for rows in (2, 0, 5):
+        assert (reduce(tf.ones([rows, 3])).numpy() == np.ones((rows, 3))).all()
+
+
+@MODES
+def test_allreduce_gradient(graph):
+    """Oracle: Horovod's own gradient of an all-reduce, the all-reduce of the gradient."""
+    x = tf.fill([3, 5], 1.0 + hvd.rank())
+
+    def gradient():
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = hvd.allreduce(x, compression=APSCompressor(5, 10), op=hvd.Sum)
+            loss = tf.reduce_sum(y * 2)
+        return tape.gradient(loss, x)
+
+    assert (run(gradient, graph).numpy() == 2 * hvd.size()).all()
+
+
+@MODES
+@pytest.mark.parametrize("groups", [None, 1, 2])
+def test_tape_equals_simulation(groups, graph):
+    """Dense gradients by simulation, embedding gradients as Horovod gathers them, variables without gradient as None."""
+    grads = make_gradients((63, 8, 1025), hvd.size())
+    variables = [tf.Variable(tf.zeros(x.shape)) for x in grads[0].values()]
+    idle = tf.Variable(tf.zeros([3]))
+    table = tf.Variable(tf.ones([4, 2]))
+    mine = [tf.constant(x) for x in grads[hvd.rank()].values()]
+    compressor = APSCompressor(4, 3)
+
+    def step():
+        sources = [*variables, idle] if groups else [*variables, idle, table]
+        with tf.GradientTape() as tape:
+            loss = sum(tf.reduce_sum(v * g) for v, g in zip(variables, mine))
+            loss += tf.reduce_sum(tf.gather(table, [hvd.rank()]))
+        tape = hvd.DistributedGradientTape(tape, compression=compressor, groups=groups)
+        return tape.gradient(loss, sources)
+
+    results = run(step, graph)
+    wanted = expected(grads, Format(4, 3), factor=AVERAGE)
+    check({name: result.numpy() for name, result in zip(wanted, results)}, wanted)
+    assert results[3] is None
+    if not groups:
+        dense = tf.convert_to_tensor(results[4]).numpy()
+        assert (dense[:hvd.size()] == AVERAGE).all() and not dense[hvd.size():].any()
+
+
+def test_tape_predivide_factor():
+    grads = make_gradients((63, 8), hvd.size())
+    variables = [tf.Variable(tf.zeros(x.shape)) for x in grads[0].values()]
+    with tf.GradientTape() as tape:
+        loss = sum(tf.reduce_sum(v * tf.constant(g)) for v, g in zip(variables, grads[hvd.rank()].values()))
+    tape = hvd.DistributedGradientTape(tape, compression=APSCompressor(4, 3), gradient_predivide_factor=4.0, groups=1)
+    wanted = expected(grads, Format(4, 3), factor=AVERAGE)
+    check({name: g.numpy() for name, g in zip(wanted, tape.gradient(loss, variables))}, wanted)
+
+
+def train(compressor, groups, graph: bool, n_steps: int, seed: int = 0, batch: int = 32) -> list[tf.Variable]:
+    """A custom loop on digits with SGD and momentum; returns the variables."""
+    x, y, _, _ = digits(seed)
+    w = [tf.Variable(v) for v in initial_weights(seed)]
+    velocity = [tf.Variable(tf.zeros_like(v)) for v in w]
+
+    def step(images, labels):
+        with tf.GradientTape() as tape:
+            logits = tf.nn.relu(images @ w[0] + w[1]) @ w[2] + w[3]
+            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
+        tape = hvd.DistributedGradientTape(tape, compression=compressor, groups=groups)
+        for v, m, g in zip(w, velocity, tape.gradient(loss, w)):
+            m.assign(0.9 * m + g)
+            v.assign_sub(0.1 * m)
+
+    step = tf.function(step, reduce_retracing=True) if graph else step
+    for i in range(n_steps):
+        start = i * batch % (len(x) - batch)
+        step(tf.constant(x[start:start + batch]), tf.constant(y[start:start + batch]))
+    return w
+
+
+@MODES
+@pytest.mark.parametrize("groups", [None, 1])
+def test_tape_200_steps_keep_replicas_identical(groups, graph):
+    w = train(APSCompressor(4, 3), groups, graph, 200)
+    assert np.isfinite(w[0].numpy()).all() and replicas_equal(w)
+
+
+def test_tape_digits_accuracy():
+    """Oracle: the same loop without compression; within one point over 5 seeds."""
+    def accuracy(compressor, seed):
+        w = train(compressor, 1, True, 150, seed)
+        _, _, x, y = digits(seed)
+        logits = np.maximum(x @ w[0].numpy() + w[1].numpy(), 0) @ w[2].numpy() + w[3].numpy()
+        return 100 * float((logits.argmax(1) == y).mean())
+
+    compressor = APSCompressor(4, 3)
+    scores = np.array([[accuracy(c, seed) for c in (hvd.Compression.none, compressor)] for seed in range(5)])
+    assert scores.mean(0)[0] > 90
+    assert abs(scores.mean(0)[0] - scores.mean(0)[1]) <= 1.0, scores
+
+
+@MODES
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nonfinite_reaches_all_ranks(bad, graph):
+    x = np.ones(100, np.float32)
+    if hvd.rank() == hvd.size() - 1:
+        x[7] = bad
+    tensors = [tf.constant(x), tf.ones(5)]
+    first, second = run(lambda: hvd.grouped_allreduce(tensors, compression=APSCompressor(4, 3)), graph)
+    assert np.isnan(first.numpy()).all() and (second.numpy() == 1).all()
+
+
+def test_bytes_on_the_wire():
+    compressor = APSCompressor(4, 3)
+    hvd.allreduce(tf.random.normal([1_000_000]), compression=compressor)
+    assert 0.25 <= compressor.stats()["ratio"] <= 0.27
+
+
+def test_warmup_counts_steps_and_not_tensors():
+    """Without groups every tensor is an exchange of its own; the first step must still be float32 for all."""
+    variables = [tf.Variable(tf.zeros([50 + i])) for i in range(3)]
+    rng = np.random.default_rng(hvd.rank())
+    mine = [tf.constant(rng.standard_normal(v.shape).astype(np.float32)) for v in variables]
+    exact = [hvd.allreduce(g, name=f"exact{i}").numpy() for i, g in enumerate(mine)]
+    compressor = APSCompressor(3, 1, warmup_steps=1)
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = sum(tf.reduce_sum(v * g) for v, g in zip(variables, mine))
+        tape = hvd.DistributedGradientTape(tape, compression=compressor)
+        return [g.numpy() for g in tape.gradient(loss, variables)]
+
+    for g, wanted in zip(step(), exact):
+        np.testing.assert_allclose(g, wanted, rtol=1e-6, atol=1e-7)
+    for g, wanted in zip(step(), exact):
+        assert np.abs(g - wanted).max() > 1e-3
+
+
+def test_error_feedback_averages_out():
+    """Oracle: with a constant gradient the mean of what is applied tends to the exact average."""
+    x = np.random.default_rng(hvd.rank()).standard_normal(300).astype(np.float32)
+    exact = hvd.allreduce(tf.constant(x), name="exact").numpy()
+
+    def error(**options):
+        compressor = APSCompressor(3, 1, **options)
+        reduce = tf.function(lambda: hvd.allreduce(tf.constant(x), compression=compressor))
+        return np.abs(np.mean([reduce().numpy() for _ in range(30)], 0) - exact).max()
+
+    assert error(error_feedback=True) < 0.2 * error()
+
+
+def test_ten_steps_trace_once_and_a_hundred_leak_nothing():
+    """Oracle: a counter in the traced function, and the process's resident memory."""
+    compressor = APSCompressor(4, 3)
+    n_traces = 0
+
+    @tf.function
+    def reduce(x):
+        nonlocal n_traces
+        n_traces += 1
+        return hvd.grouped_allreduce([x, x * 2], compression=compressor)
+
+    def resident_mb():
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * 4096 / 2**20
+
+    x = tf.random.normal([250_000])
+    for _ in range(10):
+        reduce(x)
+    before = resident_mb()
+    for _ in range(100):
+        reduce(x)
+    assert n_traces == 1 and len(compressor._exchanges) == 1
+    assert resident_mb() - before < 30  # each step makes 4 MB of results
+
+
+def test_retracing_on_one_rank_only():
+    """A rank may meet a new shape elsewhere and trace anew; names must not depend on how often it has."""
+    compressor = APSCompressor(4, 3)
+
+    @tf.function
+    def reduce(x, other):
+        return hvd.allreduce(x + 0 * tf.reduce_sum(other), compression=compressor)
+
+    for n in (1, 2, 3):
+        assert (reduce(tf.ones([4]), tf.ones([n if hvd.rank() == 0 else 1])).numpy() == 1).all()
+
+
+@MODES
+def test_different_formats_raise_everywhere(graph):
+    x = tf.ones([10])
+    for _ in range(2):
+        wrong = APSCompressor(4, 3 if hvd.rank() == 0 else 2)
+        with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="option m is 3 on rank 0 and 2 on rank 1"):
+            run(lambda: hvd.allreduce(x, compression=wrong), graph)  # noqa: B023
+        assert (run(lambda: hvd.allreduce(x, compression=APSCompressor(4, 3)), graph).numpy() == 1).all()
+
+
+@MODES
+def test_different_shapes_raise_everywhere(graph):
+    x = tf.ones([10 + hvd.rank()])
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match=r"has shape \[10\] on rank 0 and \[11\]"):
+        run(lambda: hvd.allreduce(x, compression=APSCompressor(4, 3), name="s"), graph)
+
+
+@MODES
+def test_wrong_use_is_refused(graph):
+    compressor, x = APSCompressor(4, 3), tf.ones([10])
+    with pytest.raises(ValueError, match="op must be Average or Sum, got Adasum"):
+        run(lambda: hvd.allreduce(x, compression=compressor, op=hvd.Adasum), graph)
+    with pytest.raises(ValueError, match="op must be Average or Sum, got Max"):
+        run(lambda: hvd.grouped_allreduce([x], compression=compressor, op=hvd.Max), graph)
+    with pytest.raises(ValueError, match="reducescatter is not supported"):
+        run(lambda: hvd.reducescatter(x, compression=compressor), graph)
+    with pytest.raises(ValueError, match="APSCompressor: e must be"):
+        APSCompressor(0, 3)
+
+
+def test_xla_is_refused():
+    @tf.function(jit_compile=True)
+    def reduce(x):
+        return hvd.allreduce(x, compression=APSCompressor(4, 3))
+
+    with pytest.raises(ValueError, match="XLA cannot compile the exchange; use jit_compile=False"):
+        reduce(tf.ones([4]))
+
+
+def test_process_sets():
+    """A set of one rank keeps its values; another set has its own exchange."""
+    ranks = [0] if hvd.size() == 2 else [0, hvd.size() - 1]
+    some = hvd.add_process_set(ranks)
+    if some.included():
+        x = tf.fill([6], float(hvd.rank() + 1))
+        result = run(lambda: hvd.allreduce(x, compression=APSCompressor(5, 10), process_set=some, op=hvd.Sum), True)
+        assert (result.numpy() == sum(r + 1 for r in ranks)).all()
+    hvd.remove_process_set(some)
+    assert (hvd.allreduce(tf.ones(3), compression=APSCompressor(4, 3)).numpy() == 1).all()
+
+
+@MODES
+def test_carrier_transport(graph):
+    """transport="allreduce". Oracle: small integers are exact in (4, 3) and in float16."""
+    x = tf.constant([0.0, 1, 2, 3, -4], tf.float32) * (hvd.rank() + 1)
+    compressor = APSCompressor(4, 3, transport="allreduce")
+    result = run(lambda: hvd.allreduce(x, compression=compressor, op=hvd.Sum), graph)
+    assert result.numpy().tolist() == [n * sum(range(1, hvd.size() + 1)) for n in (0, 1, 2, 3, -4)]
+
+
+def test_join():
+    """Ranks that have finished: an error with the packed transport, zeros with transport="allreduce"."""
+    x = tf.ones([4])
+    if hvd.rank() == 0:
+        with pytest.raises(ValueError, match=r"in hvd.join\(\)"):
+            hvd.allreduce(x, compression=APSCompressor(4, 3))
+        carried = APSCompressor(4, 3, transport="allreduce")
+        assert (hvd.allreduce(x, compression=carried, op=hvd.Sum).numpy() == 1).all()
+    else:
+        APSCompressor(4, 3), APSCompressor(4, 3, transport="allreduce")
+    hvd.join()
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+def test_v1_optimizer_in_a_session(groups):
+    """Oracle: gradient descent on w^2 by hand; (5, 10) is exact to 0.1 %."""
+    with tf.Graph().as_default() as graph:
+        start = [np.random.default_rng(i).standard_normal(5 + i).astype(np.float32) for i in range(4)]
+        w = [tf.compat.v1.get_variable(f"w{i}", initializer=v) for i, v in enumerate(start)]
+        loss = sum(tf.reduce_sum(v * v * (hvd.rank() + 1.0)) for v in w)
+        optimizer = hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.01), groups=groups,
+                                             compression=APSCompressor(5, 10), op=hvd.Sum)
+        step = optimizer.minimize(loss)
+        conds = [op for op in graph.get_operations() if op.type in ("If", "StatelessIf")]
+        for earlier, later in zip(conds, conds[1:]):  # the order is in the graph, not left to the scheduler
+            assert any(tensor.op is earlier for tensor in later.inputs)
+        with tf.compat.v1.Session() as session:
+            session.run(tf.compat.v1.global_variables_initializer())
+            for _ in range(10):
+                session.run(step)
+            rate = 1 - 0.02 * sum(range(1, hvd.size() + 1))
+            for v, first in zip(session.run(w), start):
+                np.testing.assert_allclose(v, first * rate**10, rtol=2e-2, atol=1e-3)
+
+
+def test_many_compressors_are_warned_about():
+    with pytest.warns(UserWarning, match="make one before the training loop"):
+        for _ in range(MANY):
+            APSCompressor(4, 3)
