@@ -53,6 +53,17 @@ class AutoChooser:
                     if position == 0:
                         self._norms[name] = self._norms.get(name, 0.0) + float(sums[i, 2])
 
+    def state(self) -> dict[str, Any]:
+        """What was measured so far, as plain numbers."""
+        return {name: [self._norms.get(name, 0.0), *map(float, errors)] for name, errors in self._errors.items()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a `state()` of the same candidates."""
+        if any(len(values) != len(self._candidates) + 1 for values in state.values()):
+            raise ValueError("APSCompressor: the state was measured with other auto_candidates")
+        self._norms = {name: float(values[0]) for name, values in state.items()}
+        self._errors = {name: np.array(values[1:], np.float64) for name, values in state.items()}
+
     def proposal(self) -> bytes:
         """This rank's choice: the index of the smallest sufficient candidate per layer."""
         choice = {}
