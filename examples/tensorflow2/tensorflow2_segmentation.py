@@ -1,0 +1,147 @@
+"""Semantic segmentation with a fully convolutional ResNet-50 and a custom training loop.
+
+    horovodrun -np 2 python examples/tensorflow2/tensorflow2_segmentation.py --data-dir camvid --layout folder \\
+        --crop 176 240 --aps-allreduce --aps-exp-bits 4 --aps-man-bits 3
+
+Reads Cityscapes, VOC, or folders of images and label maps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import common  # noqa: E402
+import segmentation_data  # noqa: E402
+import training  # noqa: E402
+
+from horovod_aps.tensorflow import APSCompressor  # noqa: E402
+
+BACKBONES = ("ResNet50", "ResNet101", "MobileNetV2")
+
+
+def parse() -> argparse.Namespace:
+    parser = common.Parser("TensorFlow segmentation example with APS gradient compression")
+    segmentation_data.add_flags(parser)
+    parser.add_argument("--backbone", choices=BACKBONES, default="ResNet50", help="from keras.applications")
+    common.add_training_flags(parser, epochs=60, batch_size=4, base_lr=0.01, warmup_epochs=1)
+    common.add_compression_flags(parser)
+    args = common.parse(parser)
+    if min(args.crop) < 32:
+        parser.error(f"--crop must be at least 32 32 for these backbones, got {args.crop[0]} {args.crop[1]}")
+    return args
+
+
+def make_model(args: argparse.Namespace, n_classes: int) -> Any:
+    """A backbone without its classifier, a 3x3 head, and bilinear upsampling to the image's size."""
+    backbone = getattr(keras.applications, args.backbone)(
+        include_top=False, weights=None, input_shape=(*args.crop, 3)
+    )
+    x = keras.layers.Conv2D(256, 3, padding="same", use_bias=False)(backbone.output)
+    x = keras.layers.Activation("relu")(keras.layers.BatchNormalization()(x))
+    x = keras.layers.Dropout(0.1)(x)
+    x = keras.layers.Conv2D(n_classes, 1)(x)
+    x = keras.layers.Resizing(*args.crop, interpolation="bilinear")(x)
+    return keras.Model(backbone.input, keras.layers.Activation("linear", dtype="float32")(x))
+
+
+def pixel_loss(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
+    """Mean cross-entropy over the pixels that have a class; zero if none has."""
+    known = labels != segmentation_data.VOID
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.where(known, labels, 0), logits)
+    weights = tf.cast(known, losses.dtype)
+    return tf.reduce_sum(losses * weights) / tf.maximum(tf.reduce_sum(weights), 1)
+
+
+def batch_of(data: segmentation_data.SegmentationData, indices: np.ndarray) -> tuple[tf.Tensor, tf.Tensor]:
+    """Samples stacked into tensors."""
+    images, labels = zip(*(data[int(i)] for i in indices), strict=True)
+    return tf.constant(np.stack(images)), tf.constant(np.stack(labels))
+
+
+def evaluate(model: Any, data: segmentation_data.SegmentationData, args: argparse.Namespace) -> float:
+    """Mean IoU over the validation data of all ranks."""
+    matrix = np.zeros((data.n_classes, data.n_classes), np.int64)
+    mine = np.arange(hvd.rank(), len(data), hvd.size())
+    batches = [mine[i : i + args.batch_size] for i in range(0, len(mine), args.batch_size)]
+    for indices in batches[: args.max_steps]:
+        images, labels = batch_of(data, indices)
+        predictions = tf.argmax(model(images, training=False), -1).numpy()
+        matrix += segmentation_data.confusion(labels.numpy(), predictions, data.n_classes)
+    # Horovod: counts add up over the ranks; means of each rank's mean IoU would be something else.
+    return segmentation_data.mean_iou(training.sum_over_ranks(matrix, "confusion"))
+
+
+def main() -> None:
+    args = parse()
+    # Horovod: initialize library.
+    hvd.init()
+    training.pin_device(args)
+    train_data = segmentation_data.SegmentationData(args, "train")
+    val_data = segmentation_data.SegmentationData(args, "val")
+    n_batches = len(train_data) // (args.batch_size * hvd.size())
+    if n_batches == 0:
+        common.fail(
+            f"{len(train_data)} images make no batch of {args.batch_size} on each of {hvd.size()} ranks; "
+            f"use a smaller --batch-size"
+        )
+    model = make_model(args, train_data.n_classes)
+    optimizer = training.with_loss_scale(keras.optimizers.SGD(args.base_lr, momentum=0.9))
+    rate = tf.Variable(args.base_lr)
+    compression = common.compression(args, hvd.Compression, APSCompressor)
+
+    @tf.function
+    def train_step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = pixel_loss(labels, model(images, training=True))
+            scaled = optimizer.scale_loss(loss)
+        # Horovod: wrap the tape; this is where the gradients' format is chosen. One group shares its messages.
+        tape = hvd.DistributedGradientTape(tape, compression=compression, groups=1)
+        gradients = tape.gradient(scaled, [variable.value for variable in model.trainable_variables])
+        optimizer.learning_rate.assign(rate)
+        optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    checkpoints = training.Checkpoints(args, model, optimizer)
+    step = checkpoints.restore()
+    log = training.Log(args.log_dir)
+    last_step = min(args.epochs * n_batches, args.max_steps or sys.maxsize)
+    for epoch in range(step // n_batches, args.epochs):
+        if step >= last_step:
+            break
+        train_data.epoch = epoch
+        losses = []
+        with tqdm(total=n_batches, desc=f"epoch {epoch + 1}", disable=hvd.rank() != 0) as bar:
+            batches = training.shares(len(train_data), args.batch_size, args.seed, epoch)
+            for i, indices in enumerate(batches):
+                rate.assign(common.learning_rate(args, epoch + i / n_batches, hvd.size(), "poly"))
+                losses.append(float(train_step(*batch_of(train_data, indices))))
+                step += 1
+                bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+                bar.update()
+                if step >= last_step:
+                    break
+        loss = float(training.sum_over_ranks(np.float64(np.mean(losses)), "loss")) / hvd.size()
+        iou = evaluate(model, val_data, args)
+        log.add(step, train_loss=loss, train_rate=float(rate), val_iou=iou)
+        checkpoints.save(step)
+        if hvd.rank() == 0:
+            print(f"epoch {epoch + 1}: step {step}, train loss {loss:.3f}, mean IoU {iou:.3f}", flush=True)
+    common.finish(args, compression, hvd.rank())
+
+
+if __name__ == "__main__":
+    main()

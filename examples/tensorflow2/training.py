@@ -1,0 +1,152 @@
+"""What the TensorFlow examples share: devices, mixed precision, sums over ranks, checkpoints, TensorBoard."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import common
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+from tqdm import tqdm
+
+
+def pin_device(args: argparse.Namespace) -> None:
+    """Give this rank its GPU, if there is one and --no-cuda is not given; set seeds and mixed precision."""
+    gpus = tf.config.list_physical_devices("GPU")
+    if args.no_cuda or not gpus:
+        tf.config.set_visible_devices([], "GPU")
+        gpus = []
+    else:
+        # Horovod: pin GPU to local rank.
+        for gpu in gpus:
+            tf.config.experimental.set_memory_growth(gpu, True)
+        tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
+    keras.utils.set_random_seed(args.seed)
+    if args.mixed_precision:
+        keras.mixed_precision.set_global_policy("mixed_float16" if gpus else "mixed_bfloat16")
+
+
+def with_loss_scale(optimizer: Any) -> Any:
+    """The optimizer, with dynamic loss scaling where the policy computes in float16."""
+    if keras.mixed_precision.global_policy().compute_dtype == "float16":
+        return keras.optimizers.LossScaleOptimizer(optimizer)
+    return optimizer
+
+
+def variables_of(model: Any, optimizer: Any) -> list[tf.Variable]:
+    """Everything that all ranks must start with, as TensorFlow's variables rather than Keras's."""
+    if not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    return [variable.value for variable in [*model.variables, *optimizer.variables]]
+
+
+class Checkpoints:
+    """Saving on rank 0, and starting all ranks alike."""
+
+    def __init__(self, args: argparse.Namespace, model: Any, optimizer: Any) -> None:
+        self.path = str(args.checkpoint) if args.checkpoint else None
+        self.step = tf.Variable(0, dtype=tf.int64)
+        self.variables = [*variables_of(model, optimizer), self.step]
+        self.state = tf.train.Checkpoint(model=model, optimizer=optimizer, step=self.step)
+        self.resume = args.resume
+
+    def restore(self) -> int:
+        """Load rank 0's checkpoint, if asked for and there; returns the steps already done."""
+        if self.resume and hvd.rank() == 0 and self.path and tf.io.gfile.exists(f"{self.path}.index"):
+            self.state.read(self.path).expect_partial()
+            print(f"Resuming from {self.path} at step {int(self.step)}", flush=True)
+        # Horovod: broadcast all variables from rank 0, the progress among them.
+        hvd.broadcast_variables(self.variables, root_rank=0)
+        return int(self.step)
+
+    def save(self, step: int) -> None:
+        """Write what all ranks have in common."""
+        self.step.assign(step)
+        if self.path and hvd.rank() == 0:
+            self.state.write(self.path)
+
+
+class Log:
+    """TensorBoard on rank 0 if --log-dir is given, else nothing."""
+
+    def __init__(self, folder: str | None) -> None:
+        self.writer = tf.summary.create_file_writer(folder) if folder and hvd.rank() == 0 else None
+
+    def add(self, step: int, **values: float) -> None:
+        """Write scalars, with the first underscore of a name as the folder: train_loss is train/loss."""
+        if self.writer is None:
+            return
+        with self.writer.as_default():
+            for name, value in values.items():
+                tf.summary.scalar(name.replace("_", "/", 1), value, step=step)
+        self.writer.flush()
+
+
+class Progress(keras.callbacks.Callback):
+    """For `model.fit`: learning rate, progress bar, --max-steps, and at the end of an epoch log and checkpoint."""
+
+    def __init__(
+        self, args: argparse.Namespace, n_batches: int, decay: str, step: int, checkpoints: Checkpoints
+    ) -> None:
+        super().__init__()
+        self.args, self.n_batches, self.decay, self.step = args, n_batches, decay, step
+        self.last_step = min(args.epochs * n_batches, args.max_steps or sys.maxsize)
+        self.checkpoints, self.log = checkpoints, Log(args.log_dir)
+
+    @property
+    def n_epochs(self) -> int:
+        """How far `model.fit` is to go."""
+        return -(-self.last_step // self.n_batches)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Start a bar on rank 0."""
+        self.bar = tqdm(total=self.n_batches, desc=f"epoch {epoch + 1}", disable=hvd.rank() != 0)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Set this batch's learning rate."""
+        rate = common.learning_rate(self.args, self.step / self.n_batches, hvd.size(), self.decay)
+        self.model.optimizer.learning_rate = rate
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Count the step; all ranks stop at the same one."""
+        self.step += 1
+        self.bar.set_postfix(loss=f"{logs['loss']:.3f}", refresh=False)
+        self.bar.update()
+        if self.step >= self.last_step:
+            self.model.stop_training = True
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Log, save and print on rank 0; `logs` holds means over ranks, if MetricAverageCallback comes first."""
+        self.bar.close()
+        self.log.add(
+            self.step,
+            train_loss=logs["loss"],
+            train_rate=float(self.model.optimizer.learning_rate),
+            val_loss=logs["val_loss"],
+            val_accuracy=logs["val_accuracy"],
+        )
+        self.checkpoints.save(self.step)
+        if hvd.rank() == 0:
+            print(
+                f"epoch {epoch + 1}: step {self.step}, train loss {logs['loss']:.3f}, "
+                f"val loss {logs['val_loss']:.3f}, top-1 {logs['val_accuracy']:.2%}",
+                flush=True,
+            )
+
+
+def sum_over_ranks(values: np.ndarray, name: str) -> np.ndarray:
+    """Horovod: the sum of an array over all ranks; every rank must call it."""
+    return hvd.allreduce(tf.constant(values), op=hvd.Sum, name=name).numpy()
+
+
+def shares(n_samples: int, batch_size: int, seed: int, epoch: int) -> Iterator[np.ndarray]:
+    """Horovod: indices of this rank's batches in an epoch; ranks share one shuffled order and get equally many."""
+    order = np.random.default_rng((seed, epoch)).permutation(n_samples)
+    mine = order[hvd.rank() :: hvd.size()]
+    for i in range(n_samples // (batch_size * hvd.size())):
+        yield mine[i * batch_size : (i + 1) * batch_size]
