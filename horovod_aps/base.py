@@ -10,7 +10,7 @@ import numpy as np
 
 from horovod_aps.exchange import Exchange
 from horovod_aps.options import AUTO_CANDIDATES, Options
-from horovod_aps.transport import Transport
+from horovod_aps.transport import PendingTransport, Transport
 
 _ids = itertools.count()
 
@@ -63,14 +63,15 @@ class BaseCompressor:
         self._start()
 
     def _start(self) -> None:
-        self._name = f"horovod_aps.{next(_ids)}"
+        self._number = next(_ids)
+        self._name = f"horovod_aps.{self._number}"
         self._exchanges: dict[tuple[Any, ...], Exchange] = {}
         self._loaded: dict[str, Any] | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(e={self._options.e}, m={self._options.m})"
 
-    def _keep_exchange(self, key: tuple[Any, ...], kernels: Any, transport: Transport) -> Exchange:
+    def _keep_exchange(self, key: tuple[Any, ...], kernels: Any, transport: Transport | PendingTransport) -> Exchange:
         """Make and remember the exchange of one process set, with the state that was loaded, if any.
 
         An exchange of another world (its size or rank changed) hands its residuals and position on.
@@ -121,13 +122,14 @@ class BaseCompressor:
     def state_dict(self) -> dict[str, Any]:
         """Residuals and schedule position of this rank; each rank saves its own, for residuals differ."""
         if not self._exchanges:
-            return dict(self._loaded or {"step_number": 0, "residuals": {}, "overrides": None})
-        merged: dict[str, Any] = {"step_number": 0, "residuals": {}, "overrides": None}
+            return dict(self._loaded or {"step_number": 0, "residuals": {}, "overrides": None, "auto": None})
+        merged: dict[str, Any] = {"step_number": 0, "residuals": {}, "overrides": None, "auto": None}
         for exchange in self._exchanges.values():
             state = exchange.state()
             merged["step_number"] = max(merged["step_number"], state["step_number"])
             merged["residuals"].update(state["residuals"])
             merged["overrides"] = state["overrides"] or merged["overrides"]
+            merged["auto"] = state["auto"] or merged["auto"]
         return merged
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -137,7 +139,7 @@ class BaseCompressor:
             raise ValueError(f"APSCompressor: state has no {', '.join(sorted(missing))}")
         residuals = {name: np.array(value, np.float32).reshape(-1) for name, value in state["residuals"].items()}
         self._loaded = {"step_number": int(state["step_number"]), "residuals": residuals,
-                        "overrides": state["overrides"]}
+                        "overrides": state["overrides"], "auto": state.get("auto")}
         for exchange in self._exchanges.values():
             exchange.load_state(self._loaded)
 

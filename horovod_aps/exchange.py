@@ -26,20 +26,23 @@ from horovod_aps.layout import EXPONENT_BYTES, MAX_LAYERS, BucketLayout, LayerSp
 from horovod_aps.log import logger, trace
 from horovod_aps.options import Options
 from horovod_aps.statistics import Statistics
-from horovod_aps.transport import LocalTransport, Transport
+from horovod_aps.transport import LocalTransport, PendingTransport, Transport
 
 ACCUMULATE_CODES = {"float32": SUM_FLOAT, "format": SUM_FORMAT, "kahan": SUM_KAHAN}
 MAX_PLANS = 64  # batches remembered; an older one is agreed on anew when it comes back
 LOOK_SECONDS = 500e-6  # between looks from within backward
 HEADER_WORDS = 5  # digest, its negation, and a flag, ahead of the exponents of a bucket
+_abandoned: list[Flight] = []
+
 
 class Exchange:
     """APS all-reduce of batches of layers among the ranks of one process set."""
 
-    def __init__(self, kernels: Any, transport: Transport, options: Options) -> None:
+    def __init__(self, kernels: Any, transport: Transport | PendingTransport, options: Options) -> None:
         self.options = options
         self._chooser = AutoChooser(options) if options.overrides == "auto" else None
-        self.kernels, self.transport = kernels, transport
+        self.kernels = kernels
+        self.transport: Any = transport
         self.statistics = Statistics()
         self.residuals: dict[str, np.ndarray] = {}
         self.step_number = 0
@@ -77,6 +80,8 @@ class Exchange:
     def flush(self) -> None:
         """Reduce everything that was submitted; on return all targets hold their results."""
         with self._lock:
+            if isinstance(self.transport, PendingTransport):
+                self.transport = self.transport.connect()
             waits = 0
             for moved in self.flush_steps():
                 # Yield the core at first, in case the answer is near; then sleep, so that the kernels of the
@@ -104,6 +109,9 @@ class Exchange:
                 yield from self._reduce_unplanned(batch, rest, announced=flight is not None and flight.broken)
             if self._chooser is not None and self.step_number + 1 >= self.options.auto_steps and batch:
                 yield from self._choose_formats()
+        except BaseException:
+            _abandon(flight)
+            raise
         finally:
             self.step_number += 1
 
@@ -123,7 +131,8 @@ class Exchange:
         """Residuals and schedule position, as plain arrays and numbers."""
         residuals = {name: np.array(self.kernels.to_host(kept)) for name, kept in self.residuals.items()}
         chosen = None if isinstance(self.options.overrides, str) else dict(self.options.overrides)
-        return {"step_number": self.step_number, "residuals": residuals, "overrides": chosen}
+        measured = None if self._chooser is None else self._chooser.state()
+        return {"step_number": self.step_number, "residuals": residuals, "overrides": chosen, "auto": measured}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a `state()`."""
@@ -134,6 +143,8 @@ class Exchange:
         if state["overrides"] is not None:
             self.options = self.options.replace(overrides=state["overrides"])
             self._chooser = None
+        elif self._chooser is not None and state.get("auto"):
+            self._chooser.load_state(state["auto"])
 
     def inherit(self, other: Exchange) -> None:
         """Take over what a rank keeps when the world around it changes."""
@@ -146,6 +157,7 @@ class Exchange:
             self._pending.clear()
             self._plans.clear()
             self._plan_of.clear()
+            _abandon(self._flight)
             self._flight = None
 
     # ---- agreeing on a batch ------------------------------------------------------------------------------
@@ -374,6 +386,12 @@ class Exchange:
             measured = self.kernels.measure(buffers.table, buffers.send)
         self.statistics.add_layers([plan.specs[i] for i in bucket.layers], exponents, bucket.layer_of_segment,
                                    measured)
+
+
+def _abandon(flight: Flight | None) -> None:
+    """Keep the buffers of a flight that never came home: the network may still write into them."""
+    if flight is not None and flight.jobs:
+        _abandoned.append(flight)
 
 
 def local_allreduce(per_rank: Sequence[Sequence[Layer]], options: Options, kernels: Any,

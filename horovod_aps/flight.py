@@ -5,7 +5,6 @@ The bookkeeping of `exchange`; nothing here touches a value or a network.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,6 @@ from horovod_aps.options import Options
 from horovod_aps.transport import Request
 
 POLL_SECONDS = 50e-6  # between looks at the network while there is nothing else to do
-CLOCK_LAGS = (1, 4)  # ticks from a bucket's start to its second and third phase, with a clocked transport
 
 Steps = Generator[Request, None, None]
 
@@ -78,7 +76,6 @@ class Flight:
     n_launched: int = 0
     n_agreed: int = 0
     broken: bool = False
-    tick: int = 0
     next_look: float = 0.0
 
     def agreed_names(self) -> set[str]:
@@ -89,10 +86,8 @@ class Flight:
 class Job:
     """One bucket going through the phases; `step` moves it on when what it waits for is done."""
 
-    def __init__(self, steps: Steps, n_waits: int, tick: int) -> None:
+    def __init__(self, steps: Steps) -> None:
         self._steps = steps
-        self._n_waits, self._tick = n_waits, tick
-        self._n_waited = 0
         self._request: Request | None = next(steps)
 
     @property
@@ -104,18 +99,5 @@ class Job:
         moved = False
         while self._request is not None and self._request.done():
             self._request = next(self._steps, None)
-            self._n_waited += 1
             moved = True
         return moved
-
-    def step_clocked(self, tick: int) -> None:
-        """Advance by what is due at `tick`, waiting for it; a last phase, which only decodes, when it is ready."""
-        if self._n_waited < self._n_waits - 1:
-            if tick < self._tick + CLOCK_LAGS[self._n_waited]:
-                return
-            while self._request is not None and not self._request.done():
-                time.sleep(POLL_SECONDS)
-            self._request = next(self._steps, None)
-            self._n_waited += 1
-        elif self._request is not None and self._request.done():
-            self._request = next(self._steps, None)

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from horovod_aps.transport import Overlap
-
 TAG_ALLTOALL, TAG_ALLGATHER, N_TAGS = 0, 1, 2
+MAX_TAG = 1 << 15  # what every MPI can count to
 MAX_MESSAGE = 1 << 30  # bytes; MPI counts are int32
 
 
@@ -38,18 +37,15 @@ class _MpiRequest:
 class MpiTransport:
     """Point-to-point and MAX all-reduce on a private duplicate of the process set's communicator."""
 
-    overlap: Overlap = "free"
+    overlaps = True
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        """Duplicate COMM_WORLD, or make the communicator of `ranks`; collective over those ranks."""
+    def __init__(self, ranks: Sequence[int], tag: int = 0) -> None:
+        """Make a communicator of `ranks`; collective over them, and `tag` tells apart what threads make at once."""
         from mpi4py import MPI
 
         self._mpi = MPI
         world = MPI.COMM_WORLD
-        if len(ranks) == world.size:
-            self._comm = world.Dup()
-        else:
-            self._comm = world.Create_group(world.group.Incl(list(ranks)), tag=ranks[0])
+        self._comm = world.Create_group(world.group.Incl(list(ranks)), tag=tag % MAX_TAG)
         self.rank, self.size = self._comm.rank, self._comm.size
 
     def max(self, values: np.ndarray, slot: int) -> _MpiRequest:

@@ -8,11 +8,9 @@ or layers. `horovod_aps.mpi_transport` speaks MPI, each frontend brings one over
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
-
-Overlap = Literal["free", "clocked", "never"]
 
 
 class Request(Protocol):
@@ -30,9 +28,8 @@ class Transport(Protocol):
 
     rank: int
     size: int
-    overlap: Overlap
-    """Whether operations may start in the middle of backward: "free", at any moment; "clocked", only at points
-    that follow from the arrival of gradients and not from timing; "never", only at the flush."""
+    overlaps: bool
+    """Whether operations may start at points that differ between ranks, as in the middle of backward."""
 
     def max(self, values: np.ndarray, slot: int) -> Request:
         """Element-wise maximum of an int32 vector over all ranks."""
@@ -45,6 +42,19 @@ class Transport(Protocol):
 
     def gather_bytes(self, payload: bytes, slot: int) -> Request:
         """Send bytes of any length to all; the result is a list of bytes, one per rank."""
+
+
+class PendingTransport:
+    """Stands in for a transport until the first flush, the first moment at which all ranks are sure to meet.
+
+    Making a transport is collective; doing it when the first gradient is handed in, inside backward, would wait there
+    for ranks that have no gradient yet and may themselves wait for us in another collective of the user's.
+    """
+
+    overlaps = False
+
+    def __init__(self, rank: int, size: int, connect: Callable[[], Transport]) -> None:
+        self.rank, self.size, self.connect = rank, size, connect
 
 
 class _LocalRequest:
@@ -61,7 +71,7 @@ class _LocalRequest:
 class LocalTransport:
     """One rank of a world that lives in a single process; `LocalTransport.world(n)` makes all of them."""
 
-    overlap: Overlap = "never"
+    overlaps = False
 
     def __init__(self, rank: int, size: int, board: dict[tuple[str, int, int], dict[int, Any]]) -> None:
         self.rank, self.size, self._board = rank, size, board

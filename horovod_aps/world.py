@@ -28,16 +28,17 @@ def mpi_usable(basics: Any) -> bool:
 
 
 def make_transport(basics: Any, process_set: ProcessSet, agree: Callable[[int, ProcessSet], int],
-                   over_horovod: Callable[[], Transport]) -> Transport:
+                   over_horovod: Callable[[], Transport], tag: int = 0) -> Transport:
     """MPI where every rank of the process set can use it, else what the frontend offers over Horovod.
 
-    Collective over the process set: `agree` returns the smallest value of all its ranks.
+    Collective over the process set: `agree` returns the smallest value of all its ranks. Calls from several
+    threads at once need different tags.
     """
     if agree(int(mpi_usable(basics)), process_set):
         from horovod_aps.mpi_transport import MpiTransport
 
         trace("transport: MPI")
-        return MpiTransport(process_set.ranks)
+        return MpiTransport(process_set.ranks, tag)
     trace("transport: Horovod's own operations")
     return over_horovod()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from horovod_aps.kernels import CpuKernels
 from horovod_aps.torch import seam
 from horovod_aps.torch.carrier import CarrierBatch
 from horovod_aps.torch.horovod_transport import HorovodTransport
+from horovod_aps.transport import PendingTransport
 from horovod_aps.world import make_transport, process_set_of
 
 DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
@@ -119,6 +121,12 @@ class APSCompressor(BaseCompressor, Compressor):
             return tensor.as_subclass(torch.Tensor)
         return ctx.result
 
+    def state_dict(self) -> dict[str, Any]:
+        """As of `BaseCompressor`, with the residuals as tensors, which `torch.load` takes without asking."""
+        state = super().state_dict()
+        residuals = {name: torch.as_tensor(values) for name, values in state["residuals"].items()}
+        return state | {"residuals": residuals}
+
     # ---- The seam -----------------------------------------------------------------------------------------
 
     def _submit(self, tensors: Sequence[seam.WireTensor], outputs: Sequence[torch.Tensor],
@@ -163,7 +171,8 @@ class APSCompressor(BaseCompressor, Compressor):
         else:
             ticket = batch.ticket = batch.ticket or _Ticket(*seam.ticket(stem, process_set_id))
         if not batch.gated:  # a rank in hvd.join() would never answer a bucket that starts in backward
-            batch.exchange.gate = lambda: mpi_ops.poll(ticket.handle) and int(ticket.word[0]) == batch.size
+            handle, word = ticket.handle, ticket.word
+            batch.exchange.gate = lambda: word is not None and mpi_ops.poll(handle) and int(word[0]) == batch.size
             batch.gated = True
         for name, context, factor in entries:
             staged, result = context.staged, context.result
@@ -206,8 +215,10 @@ class APSCompressor(BaseCompressor, Compressor):
         found = self._exchanges.get(key)
         if found is None:
             process_set = process_set_of(mpi_ops._basics, process_set_id)
-            transport = make_transport(mpi_ops._basics, process_set, _agree,
-                                       lambda: HorovodTransport(f"{self._name}.{process_set_id}", process_set))
+            transport = PendingTransport(process_set.rank(), process_set.size(), lambda: make_transport(
+                mpi_ops._basics, process_set, partial(_agree, self._name),
+                lambda: HorovodTransport(f"{self._name}.{process_set_id}", process_set),
+                tag=8 * self._number + process_set_id))
             found = self._keep_exchange(key, _kernels_for(device), transport)
         return found
 
@@ -251,14 +262,14 @@ def _kernels_for(device: torch.device) -> Any:
     raise TypeError(f"APSCompressor: tensors must be on a CPU or a CUDA device, got {device}")
 
 
-def _agree(value: int, process_set: Any) -> int:
+def _agree(name: str, value: int, process_set: Any) -> int:
     """Whether `value` is 1 on all ranks of the process set; ValueError if some of them have joined.
 
     Decided before anything is remembered: a rank in `hvd.join()` would not remember it.
     """
     words = torch.tensor([1, value], dtype=torch.int32)
     handle = mpi_ops.allreduce_async_(words, op=mpi_ops.Sum, process_set=process_set,
-                                      name=f"horovod_aps.agree.{process_set.process_set_id}")
+                                      name=f"{name}.agree.{process_set.process_set_id}")
     n_present, total = mpi_ops.synchronize(handle).tolist()
     _check_all_present(n_present, process_set.size())
     return int(total == n_present)

@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from horovod.torch import mpi_ops
 
-from horovod_aps.transport import Overlap
-
 
 class _HorovodRequest:
     """A Horovod handle; its output, split into one array per rank where sizes are given."""
@@ -55,11 +53,13 @@ class _BytesRequest:
 class HorovodTransport:
     """Named all-reduce, all-to-all and all-gather on CPU tensors.
 
-    Operations start only at points of the program that are the same on all ranks, so that the numbers Horovod gives
-    to unnamed operations of the user stay in step.
+    Everything starts inside `flush`, a point of the program that is the same on all ranks, so that the numbers
+    Horovod gives to unnamed operations of the user stay in step. Starting in the middle of backward would need either
+    a wait there, which deadlocks with a rank that has no gradient for a parameter and already waits in the user's next
+    collective, or operations whose number depends on timing.
     """
 
-    overlap: Overlap = "clocked"
+    overlaps = False
 
     def __init__(self, name: str, process_set: mpi_ops.ProcessSet) -> None:
         self._name, self._process_set = name, process_set
