@@ -38,6 +38,7 @@ td { padding: 1px .6em; white-space: nowrap; font-variant-numeric: tabular-nums;
 td.n { text-align: right; } td.name { font-family: ui-monospace, monospace; }
 svg.strip { display: block; width: 100%; min-width: 170px; height: 1.5em; }
 pre { border: 1px solid var(--line); border-radius: 8px; padding: 1em; overflow-x: auto; }
+.legend { display: inline-block; white-space: nowrap; margin-right: 2.5em; }
 .scale { display: inline-block; width: 9em; height: .8em; vertical-align: middle; margin: 0 .5em;
   background: linear-gradient(90deg, SHADES); }
 """.replace("SHADES", ", ".join(f"rgb{shade}" for shade in SHADES))
@@ -168,7 +169,7 @@ def _layer_table(layers: Mapping[str, Mapping[str, Any]]) -> str:
             f"{shares}{strips}</tr>"
         )
     legend = "".join(
-        f'<span>{label}: {left}<span class="scale"></span>{right}</span> &emsp;'
+        f'<span class="legend">{label}: {left}<span class="scale"></span>{right}</span>'
         for label, left, right in (
             ("exponent", f"2<sup>{low:.0f}</sup>", f"2<sup>{high:.0f}</sup>"),
             ("underflow", "0 %", "100 %"),
@@ -180,7 +181,7 @@ def _layer_table(layers: Mapping[str, Mapping[str, Any]]) -> str:
     head = "".join(f"<th>{title}</th>" for title in titles)
     return (
         "<h2>Layer by layer</h2><p>Time runs from left to right; a gap is a layer of zeros. The exponent is "
-        f"that of the largest gradient of any rank. {legend}</p>"
+        f"that of the largest gradient of any rank.</p><p>{legend}</p>"
         f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     )
 
