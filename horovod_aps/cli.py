@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-SUBCOMMANDS = ("predict", "calibrate", "timeline")
+SUBCOMMANDS = ("predict", "calibrate", "timeline", "doctor")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import threading
 import time
@@ -17,9 +18,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from horovod_aps import config
-from horovod_aps.log import logger
 
 PID_BASE = 1_000_000  # Horovod's timeline numbers tensors from 0 as "processes"; ours come after all of them
+logger = logging.getLogger("horovod_aps")  # set up by `log`, which the exchange imports
 START_KEY = "start_time_since_epoch_in_micros"  # as in Horovod's files
 
 
@@ -94,7 +95,7 @@ _lock = threading.Lock()
 def phases(step: int, bucket: int, n_layers: int) -> Phases:
     """The recorder of one bucket's phases; does nothing unless a log or a timeline is asked for."""
     file = _timeline()
-    if file is None and not logger.isEnabledFor(10):
+    if file is None and not logger.isEnabledFor(logging.DEBUG):
         return _NONE
     return Phases(step, bucket, n_layers, file)
 

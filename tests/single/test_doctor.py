@@ -1,0 +1,112 @@
+"""`horovod-aps doctor` on this machine, on two real ranks, and on installations that are broken on purpose.
+
+Oracle: the fault that each test plants; what is planted must come out red, with a remedy, and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from horovod_aps import doctor, kernels
+
+COMMAND = [sys.executable, "-m", "horovod_aps.cli", "doctor"]
+MPIRUN = ["mpirun", "--oversubscribe", "--bind-to", "none"]
+ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+
+
+def call(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command without any launcher's or our own variables around it."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HOROVOD_", "OMPI_"))}
+    return subprocess.run(command, env=clean | ROOT | variables, capture_output=True, text=True, timeout=240)
+
+
+def test_healthy_machine_has_no_red_line():
+    done = call(COMMAND)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for topic in ("versions", "horovod", "environment", "kernels", "gpu", "launchers", "local exchange"):
+        assert f"[ ok ] {topic}: " in done.stdout, topic
+    assert doctor.RED not in done.stdout
+    assert "horovodrun -np 2 horovod-aps doctor" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "name, value, text",
+    [("HOROVOD_APS_THREADS", "4", "HOROVOD_APS_THREADS is not a variable of horovod_aps"),
+     ("HOROVOD_APS_LOG", "loud", "HOROVOD_APS_LOG must be one of"),
+     ("HOROVOD_APS_NUM_THREADS", "none", "HOROVOD_APS_NUM_THREADS must be an integer"),
+     ("HOROVOD_APS_TIMELINE", "/no/such/folder/t.json", "HOROVOD_APS_TIMELINE must be a file in a folder")],
+)
+def test_wrong_variable_is_red(name, value, text, monkeypatch):
+    monkeypatch.setenv(name, value)
+    red = [finding for finding in doctor.check_environment() if finding.level == doctor.RED]
+    assert len(red) == 1 and text in red[0].text and red[0].remedy
+
+
+def test_wrong_variable_makes_the_command_fail():
+    done = call(COMMAND, HOROVOD_APS_LOG="loud")
+    assert done.returncode == 1
+    assert "[FAIL] environment: HOROVOD_APS_LOG must be one of debug, info, warning, error" in done.stdout
+    assert "       -> unset it or correct it" in done.stdout
+
+
+def test_missing_library_is_red(monkeypatch):
+    monkeypatch.setattr(kernels, "_library", None)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    (finding,) = doctor.examine([doctor.check_kernels])
+    assert finding.level == doctor.RED and "pip install -e ." in finding.text and finding.topic == "kernels"
+
+
+def test_missing_packages_are_red(monkeypatch):
+    monkeypatch.setattr(doctor, "installed", lambda *names: None)
+    red = {finding.topic for finding in doctor.check_versions() if finding.level == doctor.RED and finding.remedy}
+    assert red == {"horovod", "frameworks"}
+
+
+def test_other_versions_are_noted(monkeypatch):
+    monkeypatch.setattr(doctor, "installed", lambda *names: "1.2.3")
+    noted = {finding.topic for finding in doctor.check_versions() if finding.level == doctor.YELLOW}
+    assert noted == {"torch", "tensorflow", "horovod"}
+
+
+def test_wrong_result_is_red():
+    values = doctor._values(0)
+    assert doctor._judge("exchange", values, 1, True, "").level == doctor.GREEN
+    assert doctor._judge("exchange", values + 1, 1, True, "").level == doctor.RED
+    assert doctor._judge("exchange", values * float("nan"), 1, True, "").level == doctor.RED
+    assert doctor._judge("exchange", values, 1, False, "").level == doctor.RED
+
+
+def test_report_of_other_ranks_shows_what_differs():
+    same = doctor.Finding(doctor.GREEN, "versions", "1")
+    other = doctor.Finding(doctor.RED, "kernels", "broken", "mend it")
+    text = doctor._table([[same], [same, other]])
+    assert text.count("versions") == 1 and "rank 1: [FAIL] kernels: broken" in text and "1 failures" in text
+
+
+@pytest.mark.slow
+def test_two_ranks_exchange():
+    done = call([*MPIRUN, "-np", "2", *COMMAND])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[ ok ] exchange: 2 ranks, relative error" in done.stdout
+    assert done.stdout.count("[ ok ] versions") == 1 and "2 ranks, all is well" in done.stdout
+
+
+@pytest.mark.slow
+def test_fault_on_another_rank_is_shown_and_fails():
+    done = call([*MPIRUN, "-np", "1", *COMMAND, ":", "-np", "1", "env", "HOROVOD_APS_THREADS=4", *COMMAND])
+    assert done.returncode != 0
+    assert "rank 1: [FAIL] environment: HOROVOD_APS_THREADS is not a variable" in done.stdout
+    assert "2 ranks, 1 failures" in done.stdout
+
+
+@pytest.mark.slow
+def test_absent_rank_is_reported_in_time():
+    start = time.monotonic()
+    done = call([*MPIRUN, "-np", "1", *COMMAND, "--timeout", "5", ":", "-np", "1", "sleep", "200"])
+    assert done.returncode != 0 and time.monotonic() - start < 150
+    assert "rank 0 waited 5 s for the others" in done.stdout and "-> check that all ranks run this" in done.stdout
