@@ -9,7 +9,14 @@ HOROVOD_APS_TIMELINE      trace.json makes every rank write its phases to trace.
 import os
 from pathlib import Path
 
+VARIABLES = {"HOROVOD_APS_NUM_THREADS", "HOROVOD_APS_AVX2", "HOROVOD_APS_LOG", "HOROVOD_APS_TIMELINE",
+             "HOROVOD_APS_BUILD_CACHE", "HOROVOD_APS_TEST_LOG"}  # the last two are for scripts/setup.sh and tests
 LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def given() -> dict[str, str]:
+    """The HOROVOD_APS_* variables that are set, known or not."""
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith("HOROVOD_APS_")}
 
 
 def env_int(name: str, default: int, low: int, high: int) -> int:

@@ -24,8 +24,6 @@ import numpy as np
 from horovod_aps import __version__, config, kernels
 
 GREEN, YELLOW, RED = "ok", "note", "FAIL"
-KNOWN_VARIABLES = {"HOROVOD_APS_NUM_THREADS", "HOROVOD_APS_AVX2", "HOROVOD_APS_LOG", "HOROVOD_APS_TIMELINE",
-                   "HOROVOD_APS_BUILD_CACHE", "HOROVOD_APS_TEST_LOG"}
 TESTED = {"torch": "2.13", "tensorflow": "2.21", "horovod": "0.28"}
 N_VALUES = 1000
 
@@ -84,17 +82,17 @@ def check_versions() -> Iterator[Finding]:
 
 def check_environment() -> Iterator[Finding]:
     """HOROVOD_APS_* variables: known, and with values that make sense."""
-    given = sorted(name for name in os.environ if name.startswith("HOROVOD_APS_"))
+    given = config.given()
     for name in given:
-        if name not in KNOWN_VARIABLES:
+        if name not in config.VARIABLES:
             yield Finding(RED, "environment", f"{name} is not a variable of horovod_aps",
-                          f"unset it, or use one of {', '.join(sorted(KNOWN_VARIABLES))}")
+                          f"unset it, or use one of {', '.join(sorted(config.VARIABLES))}")
     for read in (config.num_threads, config.use_avx2, config.log_level, config.timeline_file):
         try:
             read()
         except ValueError as error:
             yield Finding(RED, "environment", str(error), "unset it or correct it")
-    yield Finding(GREEN, "environment", ", ".join(f"{name}={os.environ[name]}" for name in given) or "defaults")
+    yield Finding(GREEN, "environment", ", ".join(map("=".join, given.items())) or "defaults")
 
 
 def check_kernels() -> Iterator[Finding]:
