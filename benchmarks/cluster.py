@@ -77,9 +77,7 @@ class Cluster:
     all cores.
     """
 
-    def __init__(
-        self, n_hosts: int, rate: str | None = "1gbit", delay_ms: float = 0.0, pin: bool = False
-    ) -> None:
+    def __init__(self, n_hosts: int, rate: str | None = "1gbit", delay_ms: float = 0.0, pin: bool = False) -> None:
         if n_hosts < 1 or n_hosts > 200:
             raise ValueError(f"Cluster: n_hosts must be in 1..200, got {n_hosts}")
         if delay_ms < 0:
@@ -90,9 +88,7 @@ class Cluster:
             raise ValueError('Cluster: rate="shm" has no link that delay_ms could slow down')
         self.rate_bits = None if rate is None or self.is_local else rate_in_bits(rate)
         self._prefix = f"aps{os.getpid()}x{next(_serial)}"
-        self.hosts = (
-            ["localhost"] * n_hosts if self.is_local else [f"{self._prefix}h{k}" for k in range(n_hosts)]
-        )
+        self.hosts = ["localhost"] * n_hosts if self.is_local else [f"{self._prefix}h{k}" for k in range(n_hosts)]
         self._switch = f"{self._prefix}switch"
         self._state = STATE / self._prefix
         self._running: set[subprocess.Popen[str]] = set()
@@ -154,8 +150,7 @@ class Cluster:
         if self.is_local:
             return []
         reports = [
-            json.loads(run_tool("ip", "-j", "-s", "-n", host, "link", "show", "dev", "eth0"))
-            for host in self.hosts
+            json.loads(run_tool("ip", "-j", "-s", "-n", host, "link", "show", "dev", "eth0")) for host in self.hosts
         ]
         return [int(report[0]["stats64"]["tx"]["bytes"]) for report in reports]
 
@@ -237,9 +232,7 @@ class Cluster:
 
         def one(k: int) -> None:
             try:
-                results[k] = self._launch(
-                    argv, {**(env or {}), "HOST_INDEX": str(k)}, timeout, capture, host=k
-                )
+                results[k] = self._launch(argv, {**(env or {}), "HOST_INDEX": str(k)}, timeout, capture, host=k)
             except ClusterError as error:
                 results[k] = error
 
@@ -251,9 +244,7 @@ class Cluster:
         for result in results.values():
             if isinstance(result, ClusterError):
                 raise result
-        return [
-            result for _, result in sorted(results.items()) if isinstance(result, subprocess.CompletedProcess)
-        ]
+        return [result for _, result in sorted(results.items()) if isinstance(result, subprocess.CompletedProcess)]
 
     def address(self, host: int = 0) -> str:
         """The IPv4 address of a host."""
@@ -292,6 +283,11 @@ class Cluster:
             raise ClusterTimeout(
                 f"Cluster: killed after {timeout:.0f} s: {' '.join(argv)}", (out or "") + (err or "")
             ) from None
+        except BaseException:
+            # A signal's exception: nothing may outlive this process, and "shm" has no namespace to search.
+            with signals_blocked():
+                self._kill_all(process)
+            raise
         finally:
             self._running.discard(process)
         return subprocess.CompletedProcess(command, process.returncode, out, err)
@@ -309,9 +305,7 @@ class Cluster:
         for name, text in (("enter", ENTER_SCRIPT), ("ssh", SSH_SCRIPT)):
             (self._state / name).write_text(text)
             (self._state / name).chmod(0o755)
-        table = "127.0.0.1 localhost\n" + "".join(
-            f"{self.address(k)} {host}\n" for k, host in enumerate(self.hosts)
-        )
+        table = "127.0.0.1 localhost\n" + "".join(f"{self.address(k)} {host}\n" for k, host in enumerate(self.hosts))
         run_tool("ip", "netns", "add", self._switch)
         for k, host in enumerate(self.hosts):
             (self._state / f"{host}.cores").write_text(self._cores(k))
@@ -449,17 +443,11 @@ class Cluster:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Run a command on hosts with slow links.", allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description="Run a command on hosts with slow links.", allow_abbrev=False)
     parser.add_argument("--hosts", type=int, default=2, help="number of hosts (2)")
     parser.add_argument("--np", type=int, help="number of ranks (one per host)")
-    parser.add_argument(
-        "--rate", default="1gbit", help='of each link, such as 100mbit, or "shm", or "none" (1gbit)'
-    )
-    parser.add_argument(
-        "--delay-ms", type=float, default=0.0, help="from host to host, half a round trip (0)"
-    )
+    parser.add_argument("--rate", default="1gbit", help='of each link, such as 100mbit, or "shm", or "none" (1gbit)')
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="from host to host, half a round trip (0)")
     parser.add_argument("--pin", action="store_true", help="give each host its own cores")
     parser.add_argument("--launcher", choices=("mpi", "gloo", "plain"), default="mpi")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds (3600)")
@@ -476,16 +464,10 @@ def main() -> int:
     try:
         with Cluster(arguments.hosts, rate, arguments.delay_ms, arguments.pin) as cluster:
             if arguments.launcher == "mpi":
-                return cluster.mpirun(
-                    command, arguments.np, timeout=arguments.timeout, capture=False
-                ).returncode
+                return cluster.mpirun(command, arguments.np, timeout=arguments.timeout, capture=False).returncode
             if arguments.launcher == "gloo":
-                return cluster.horovodrun(
-                    command, arguments.np, timeout=arguments.timeout, capture=False
-                ).returncode
-            return max(
-                done.returncode for done in cluster.run(command, timeout=arguments.timeout, capture=False)
-            )
+                return cluster.horovodrun(command, arguments.np, timeout=arguments.timeout, capture=False).returncode
+            return max(done.returncode for done in cluster.run(command, timeout=arguments.timeout, capture=False))
     except (ClusterError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -163,6 +163,21 @@ def _runs(command: str, driver: int) -> int:
     return n_running
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_cluster_signal_ends_local_ranks(number: signal.Signals, tmp_path: Path) -> None:
+    command = ["sh", "-c", f"echo $$ >{tmp_path}/$OMPI_COMM_WORLD_RANK.pid; exec sleep 1237"]
+    driver = subprocess.Popen([sys.executable, str(SCRIPT), "--rate", "shm", "--", *command])
+    try:
+        assert _wait_for(lambda: sum(path.stat().st_size > 0 for path in tmp_path.glob("*.pid")) == 2, 60)
+        driver.send_signal(number)
+        driver.wait(timeout=60)
+    finally:
+        driver.kill()
+        driver.wait()
+    for path in tmp_path.glob("*.pid"):
+        assert _wait_for(lambda proc=Path("/proc") / path.read_text().strip(): not proc.exists(), 10)
+
+
 @requires_hosts
 def test_cluster_sweep_removes_what_a_killed_run_left_and_spares_the_living() -> None:
     driver = subprocess.Popen([sys.executable, str(SCRIPT), "--hosts", "2", "--", "sleep", "1236"])
