@@ -174,8 +174,8 @@ def test_cluster_signal_ends_local_ranks(number: signal.Signals, tmp_path: Path)
     finally:
         driver.kill()
         driver.wait()
-    for path in tmp_path.glob("*.pid"):
-        assert _wait_for(lambda proc=Path("/proc") / path.read_text().strip(): not proc.exists(), 10)
+    processes = [Path("/proc") / path.read_text().strip() for path in tmp_path.glob("*.pid")]
+    assert _wait_for(lambda: not any(process.exists() for process in processes), 10)
 
 
 @requires_hosts
