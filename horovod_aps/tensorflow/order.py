@@ -13,9 +13,10 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-_turn: list[tf.Variable] = []
+_variables: dict[str, tf.Variable] = {}
 _last_in_graph: weakref.WeakKeyDictionary[tf.Graph, Any] = weakref.WeakKeyDictionary()
 
 
@@ -35,7 +36,7 @@ class Sequence:
 def in_sequence() -> Generator[Sequence, None, None]:
     """Add an exchange to the current graph, after all that were added before it."""
     if tf.compat.v1.executing_eagerly_outside_functions():
-        turn = _turn_variable()
+        turn = _variable("turn", np.int64(0))
         sequence = Sequence([turn.assign_add(1, read_value=False)])
         yield sequence
         with tf.control_dependencies([sequence.op]):
@@ -48,11 +49,21 @@ def in_sequence() -> Generator[Sequence, None, None]:
     _last_in_graph[root] = (weakref.ref(graph), sequence.op)
 
 
-def _turn_variable() -> tf.Variable:
-    if not _turn:
+def one() -> tf.Tensor:
+    """The vector [1], but not as a constant: TensorFlow runs Horovod's ops on constants once, while optimizing."""
+    if tf.compat.v1.executing_eagerly_outside_functions():
+        return _variable("one", np.ones(1, np.int32)).read_value()
+    word = tf.numpy_function(lambda: np.ones(1, np.int32), [], tf.int32, stateful=True)
+    word.set_shape([1])
+    return word
+
+
+def _variable(name: str, value: Any) -> tf.Variable:
+    """A variable that all graphs share, made when it is first needed."""
+    if name not in _variables:
         with tf.init_scope(), tf.device("/CPU:0"):
-            _turn.append(tf.Variable(0, dtype=tf.int64, trainable=False, name="horovod_aps_turn"))
-    return _turn[0]
+            _variables[name] = tf.Variable(value, trainable=False, name=f"horovod_aps_{name}")
+    return _variables[name]
 
 
 def _root(graph: Any) -> tf.Graph:

@@ -131,12 +131,14 @@ def _exchange(call: engine.Call, values: list[tf.Tensor]) -> list[tf.Tensor]:
     if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise ValueError("APSCompressor: XLA cannot compile the exchange; use jit_compile=False around the training "
                          "step (in Keras, model.compile(..., jit_compile=False))")
+    with tf.device("/CPU:0"):
+        # Horovod's own op, which blocks no thread: nobody enters the exchange before all ranks are here, and ranks in
+        # hvd.join() show.
+        word = mpi_ops.MPI_LIB.horovod_allreduce(
+            order.one(), reduce_op=mpi_ops.Sum, prescale_factor=1.0, postscale_factor=1.0, ignore_name_scope=False,
+            process_set_id=call.process_set_id, name=_op_label(f"{call.stem}_ticket"))
     with tf.device("/CPU:0"), order.in_sequence() as sequence:
         with tf.control_dependencies(sequence.before):
-            # Horovod's own, non-blocking op: no thread waits before all ranks are here, and a rank in hvd.join() shows.
-            word = mpi_ops.MPI_LIB.horovod_allreduce(
-                tf.ones([1], tf.int32), reduce_op=mpi_ops.Sum, prescale_factor=1.0, postscale_factor=1.0,
-                ignore_name_scope=False, process_set_id=call.process_set_id, name=_op_label(f"{call.stem}_ticket"))
             results = tf.numpy_function(lambda n, *arrays: engine.run(call, int(n[0]), arrays), [word, *values],
                                         [value.dtype for value in values], stateful=True, name="APSExchange")
         results = list(results) if isinstance(results, (list, tuple)) else [results]
