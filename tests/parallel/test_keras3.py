@@ -1,0 +1,194 @@
+"""`horovod_aps.keras` on Keras 3, on every rank of a real job. Oracles are named by each test."""
+
+from __future__ import annotations
+
+import horovod.tensorflow as hvd
+import horovod.tensorflow.keras as hvd_keras
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from exchange_oracle import assert_same_bits, expected, make_gradients
+from reference import Format
+from tf_common import digits, initial_weights, replicas_equal
+
+from horovod_aps.keras import (
+    APSCompressor,
+    BroadcastGlobalVariablesCallback,
+    DistributedOptimizer,
+    LearningRateWarmupCallback,
+    MetricAverageCallback,
+    load_model,
+)
+
+hvd.init()
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def make_model(seed: int = 0) -> keras.Model:
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(32, activation="relu"), keras.layers.Dense(10)])
+    model.set_weights(initial_weights(seed))
+    return model
+
+
+def fit(model: keras.Model, epochs: int = 1, seed: int = 0, callbacks=(), **keywords) -> dict:
+    x, y, _, _ = digits(seed)
+    return model.fit(x, y, batch_size=32, epochs=epochs, verbose=0, shuffle=False, callbacks=list(callbacks),
+                     **keywords).history
+
+
+@pytest.mark.parametrize("wrap", [hvd.DistributedOptimizer, hvd_keras.DistributedOptimizer], ids=["hvd", "hvd.keras"])
+def test_stock_optimizer_is_refused(wrap):
+    with pytest.raises(ValueError, match="use horovod_aps.keras.DistributedOptimizer"):
+        wrap(keras.optimizers.Adam(), compression=APSCompressor(4, 3))
+
+
+def test_apply_equals_simulation():
+    """Oracle: the NumPy simulation of all ranks, and w - g by hand; gradients that are None stay out."""
+    grads = make_gradients((63, 8, 1025), hvd.size())
+    variables = [keras.Variable(np.zeros(x.shape, np.float32)) for x in grads[0].values()]
+    idle = keras.Variable(np.ones(3, np.float32))
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0), APSCompressor(4, 3))
+    optimizer.apply([*map(tf.constant, grads[hvd.rank()].values()), None], [*variables, idle])
+    wanted = expected(grads, Format(4, 3), factor=1 / hvd.size())
+    for variable, g in zip(variables, wanted.values()):
+        assert_same_bits(variable.numpy(), np.float32(0) - g)
+    assert (idle.numpy() == 1).all()
+
+
+@pytest.mark.parametrize("compression", [None, hvd.Compression.fp16, APSCompressor(4, 3)], ids=["none", "fp16", "aps"])
+def test_fit_reduces_and_keeps_replicas_identical(compression):
+    """Oracle: one rank alone on the data of all ranks, which is what averaging gradients amounts to."""
+    model = make_model()
+    model.compile(DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), compression), loss=LOSS)
+    fit(model, epochs=2)
+    assert replicas_equal(model.weights)
+    x, y, _, _ = digits(0)
+    everyone = [hvd.allgather(tf.constant(part[None])).numpy() for part in (x, y)]
+    alone = make_model()
+    alone.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss=LOSS)
+    n = len(x) // 32 * 32
+    for _ in range(2):
+        for start in range(0, n, 32):
+            alone.train_on_batch(*(part[:, start:start + 32].reshape(-1, *part.shape[2:]) for part in everyone))
+        if n < len(x):
+            alone.train_on_batch(*(part[:, n:].reshape(-1, *part.shape[2:]) for part in everyone))
+    distance = [np.abs(a.numpy() - b.numpy()).max() for a, b in zip(model.weights, alone.weights)]
+    assert max(distance) < (1e-4 if compression is None else 0.05), distance
+
+
+def test_gradient_accumulation_reduces_once_per_update():
+    """Oracle: bytes counted by the compressor, and equal replicas."""
+    compressor = APSCompressor(4, 3)
+    model = make_model()
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=4, clipnorm=1.0), compressor)
+    model.compile(optimizer, loss=LOSS)
+    x, y, _, _ = digits(0)
+    model.fit(x[:256], y[:256], batch_size=32, verbose=0)
+    layers = compressor.stats()["layers"].values()
+    assert {layer["n_exchanges"] for layer in layers} == {2} and replicas_equal(model.weights)
+
+
+def test_gradient_accumulation_eagerly():
+    model = make_model()
+    model.compile(DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), APSCompressor(4, 3)),
+                  loss=LOSS, run_eagerly=True)
+    x, y, _, _ = digits(0)
+    model.fit(x[:128], y[:128], batch_size=32, verbose=0)
+    assert replicas_equal(model.weights)
+
+
+def test_loss_scaling_skips_the_step_on_all_ranks():
+    """One rank has a NaN: no rank moves its weights, all halve their scale. Oracle: the weights before."""
+    optimizer = DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), APSCompressor(4, 3))
+    variable = keras.Variable(np.ones(5, np.float32))
+    optimizer.build([variable])
+    scale = float(optimizer.dynamic_scale)
+    bad = np.full(5, np.nan if hvd.rank() == hvd.size() - 1 else scale, np.float32)
+
+    @tf.function
+    def step(g):
+        optimizer.apply([g], [variable])
+
+    step(tf.constant(bad))
+    assert (variable.numpy() == 1).all() and float(optimizer.dynamic_scale) == scale / 2
+    step(tf.fill([5], scale / 2))
+    np.testing.assert_allclose(variable.numpy(), 0.9, rtol=1e-6)
+
+
+def test_loss_scaling_around_is_refused():
+    """Each rank would decide alone whether to take part, and hang the others."""
+    outer = keras.optimizers.LossScaleOptimizer(DistributedOptimizer(keras.optimizers.SGD(0.1), APSCompressor(4, 3)))
+    variable = keras.Variable(np.ones(5, np.float32))
+    with pytest.raises(ValueError, match=r"DistributedOptimizer\(LossScaleOptimizer\(optimizer\)"):
+        outer.apply([tf.ones(5)], [variable])
+
+
+def test_xla_is_refused():
+    model = make_model()
+    model.compile(DistributedOptimizer(keras.optimizers.SGD(0.1), APSCompressor(4, 3)), loss=LOSS, jit_compile=True)
+    with pytest.raises(ValueError, match="XLA cannot compile the exchange"):
+        fit(model)
+
+
+def test_wrong_use_is_refused():
+    with pytest.raises(ValueError, match="op must be Average or Sum"):
+        DistributedOptimizer(keras.optimizers.SGD(), op=hvd.Adasum)
+    with pytest.raises(TypeError, match="must be a Keras 3 optimizer, got str"):
+        DistributedOptimizer("sgd")
+    with pytest.raises(ValueError, match="distributed already"):
+        DistributedOptimizer(DistributedOptimizer(keras.optimizers.SGD()))
+
+
+@pytest.mark.parametrize("sparse_as_dense", [False, True])
+def test_embedding(sparse_as_dense):
+    """Sparse gradients are gathered by Horovod, or reduced densely. Oracle: equal replicas that moved."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.layers.Embedding(20, 4), keras.layers.Flatten(), keras.layers.Dense(1)])
+    model.compile(DistributedOptimizer(keras.optimizers.SGD(0.1), APSCompressor(4, 3), sparse_as_dense=sparse_as_dense),
+                  loss="mse")
+    x = np.random.default_rng(hvd.rank()).integers(0, 20, (32, 3))
+    model.fit(x, x.sum(1, keepdims=True).astype(np.float32), batch_size=16, verbose=0)
+    assert replicas_equal(model.weights)
+
+
+def test_broadcast_metrics_and_warmup_callbacks():
+    """Ranks start differently and end equal; metrics are averages; the learning rate ends where it should."""
+    model = make_model(seed=hvd.rank())
+    model.compile(DistributedOptimizer(keras.optimizers.Adam(0.01), APSCompressor(4, 3)), loss=LOSS)
+    history = fit(model, epochs=2, callbacks=[BroadcastGlobalVariablesCallback(0), MetricAverageCallback(),
+                                              LearningRateWarmupCallback(0.01, warmup_epochs=1)])
+    assert replicas_equal(model.weights) and replicas_equal([np.array(history["loss"])])
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.01)
+    assert history["loss"][1] < history["loss"][0]
+
+
+def test_save_and_load(tmp_path):
+    """A saved model loads without us, and `load_model` makes it distributed again, with the optimizer's state."""
+    model = make_model()
+    model.compile(DistributedOptimizer(keras.optimizers.Adam(0.01), APSCompressor(4, 3)), loss=LOSS)
+    fit(model)
+    path = tmp_path / f"model{hvd.rank()}.keras"
+    model.save(path)
+    assert type(keras.models.load_model(path).optimizer) is keras.optimizers.Adam
+    loaded = load_model(path, APSCompressor(4, 3))
+    assert int(loaded.optimizer.iterations) == int(model.optimizer.iterations) > 0
+    fit(loaded)
+    assert replicas_equal(loaded.weights)
+
+
+def test_digits_accuracy():
+    """Oracle: the same without compression; within one point over 5 seeds."""
+    scores = []
+    for compression in (None, APSCompressor(4, 3)):
+        model = make_model()
+        model.compile(DistributedOptimizer(keras.optimizers.SGD(0.3), compression), loss=LOSS)
+        row = []
+        for seed in range(5):
+            model.set_weights(initial_weights(seed))
+            fit(model, epochs=8, seed=seed)
+            _, _, x, y = digits(seed)
+            row.append(100 * float((model.predict_on_batch(x).argmax(1) == y).mean()))
+        scores.append(row)
+    fp32, aps = np.mean(scores, axis=1)
+    assert fp32 > 90 and abs(fp32 - aps) <= 1.0, scores
