@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from horovod_aps import __version__
@@ -60,10 +60,27 @@ def digest_words(description: str) -> tuple[int, int]:
     return int.from_bytes(raw[:4], "little") >> 1, int.from_bytes(raw[4:8], "little") >> 1
 
 
-def proposal(specs: Sequence[LayerSpec], options: Options) -> bytes:
-    """This rank's description of the batch, with its own order of arrival."""
+def proposal(specs: Sequence[LayerSpec], options: Options, step_number: int = 0,
+             chosen: Mapping[str, Any] | None = None) -> bytes:
+    """This rank's description of the batch, with its own order of arrival and its position in the schedule.
+
+    `chosen` is what overrides="auto" has settled on, if it has.
+    """
     order = [spec.name for spec in specs]
-    return json.dumps({"description": describe(specs, options), "order": order}).encode()
+    position = {"step_number": step_number, "chosen": chosen}
+    return json.dumps({"description": describe(specs, options), "order": order, "position": position}).encode()
+
+
+def most_advanced(proposals: Sequence[bytes]) -> tuple[int, dict[str, Any] | None] | None:
+    """The position that all ranks should go on from, None if they already are at the same one.
+
+    A worker that joins an elastic job knows nothing of the steps before it.
+    """
+    positions = [_parse(raw, rank)[2] for rank, raw in enumerate(proposals)]
+    if all(position == positions[0] for position in positions):
+        return None
+    best = max(positions, key=lambda position: (position["chosen"] is not None, position["step_number"]))
+    return max(position["step_number"] for position in positions), best["chosen"]
 
 
 def settle(proposals: Sequence[bytes]) -> dict[str, int]:
@@ -73,8 +90,8 @@ def settle(proposals: Sequence[bytes]) -> dict[str, int]:
     rank whose message is truncated or not ours.
     """
     parsed = [_parse(raw, rank) for rank, raw in enumerate(proposals)]
-    first, order = parsed[0]
-    for rank, (other, _) in enumerate(parsed):
+    first, order, _ = parsed[0]
+    for rank, (other, _, _) in enumerate(parsed):
         difference = _difference(first, other, rank)
         if difference:
             raise ValueError(f"APSCompressor: {difference}")
@@ -83,29 +100,37 @@ def settle(proposals: Sequence[bytes]) -> dict[str, int]:
     return {name: position for position, name in enumerate(order)}
 
 
-def _parse(raw: bytes, rank: int) -> tuple[dict[str, Any], list[str]]:
-    """The description and the order in a proposal; ValueError says what is wrong with anything else."""
+def _parse(raw: bytes, rank: int) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
+    """Description, order and position in a proposal; ValueError says what is wrong with anything else."""
     if len(raw) > MAX_PROPOSAL:
         raise _foreign(rank, f"{len(raw)} bytes, more than {MAX_PROPOSAL}")
     try:
         entry = json.loads(raw)
         description = json.loads(entry["description"])
-        order = entry["order"]
+        order, position = entry["order"], entry.get("position")
         version = description["version"]
         options, layers = description["options"], description["layers"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:  # bytes of any kind can be here
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # bytes of any kind can be here
         raise _foreign(rank, f"{type(error).__name__}, {len(raw)} bytes") from None
     if not isinstance(version, str) or not isinstance(options, dict) or not isinstance(layers, dict):
         raise _foreign(rank, "version, options or layers have the wrong type")
     if version != __version__:  # another version may describe its layers as it likes
-        return description, []
+        return description, [], {"step_number": 0, "chosen": None}
     if not all(isinstance(layer, dict) and set(layer) == LAYER_KEYS for layer in layers.values()):
         raise _foreign(rank, f"layers must have {', '.join(sorted(LAYER_KEYS))}")
     if not isinstance(order, list) or not all(isinstance(name, str) for name in order):
         raise _foreign(rank, "order must be a list of names")
     if sorted(order) != sorted(layers):
         raise _foreign(rank, "order and layers must name the same tensors")
-    return description, order
+    if not _is_position(position):
+        raise _foreign(rank, "position must be a step number and formats")
+    return description, order, position
+
+
+def _is_position(value: Any) -> bool:
+    return (isinstance(value, dict) and set(value) == {"step_number", "chosen"}
+            and type(value["step_number"]) is int and value["step_number"] >= 0
+            and (value["chosen"] is None or isinstance(value["chosen"], dict)))
 
 
 def _foreign(rank: int, what: str) -> ValueError:

@@ -66,6 +66,7 @@ class BaseCompressor:
         self._number = next(_ids)
         self._name = f"horovod_aps.{self._number}"
         self._exchanges: dict[tuple[Any, ...], Exchange] = {}
+        self._retired: dict[tuple[Any, ...], Exchange] = {}
         self._loaded: dict[str, Any] | None = None
 
     def __repr__(self) -> str:
@@ -74,16 +75,27 @@ class BaseCompressor:
     def _keep_exchange(self, key: tuple[Any, ...], kernels: Any, transport: Transport | PendingTransport) -> Exchange:
         """Make and remember the exchange of one process set, with the state that was loaded, if any.
 
-        An exchange of another world (its size or rank changed) hands its residuals and position on.
+        An exchange of another world hands its residuals and position on; a state that was loaded before that
+        world began is older than these.
         """
         exchange = self._exchanges[key] = Exchange(kernels, transport, self._options)
-        for old_key, old in list(self._exchanges.items()):
+        for old_key, old in list(self._retired.items()) + list(self._exchanges.items()):
             if old is not exchange and old_key[0] == key[0] and old_key[3:] == key[3:]:
                 exchange.inherit(old)
-                del self._exchanges[old_key]
+                self._retired.pop(old_key, None)
+                if self._exchanges.get(old_key) is old:
+                    del self._exchanges[old_key]
+                return exchange
         if self._loaded is not None:
             exchange.load_state(self._loaded)
         return exchange
+
+    def _retire_exchanges(self) -> None:
+        """The world has changed, even if rank and size have not: every rank makes its exchanges anew."""
+        for key, exchange in self._exchanges.items():
+            exchange.forget()
+            self._retired[key] = exchange
+        self._exchanges = {}
 
     # ---- For people ---------------------------------------------------------------------------------------
 
@@ -121,10 +133,11 @@ class BaseCompressor:
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals and schedule position of this rank; each rank saves its own, for residuals differ."""
-        if not self._exchanges:
+        exchanges = [*self._retired.values(), *self._exchanges.values()]
+        if not exchanges:
             return dict(self._loaded or {"step_number": 0, "residuals": {}, "overrides": None, "auto": None})
         merged: dict[str, Any] = {"step_number": 0, "residuals": {}, "overrides": None, "auto": None}
-        for exchange in self._exchanges.values():
+        for exchange in exchanges:
             state = exchange.state()
             merged["step_number"] = max(merged["step_number"], state["step_number"])
             merged["residuals"].update(state["residuals"])
@@ -140,6 +153,7 @@ class BaseCompressor:
         residuals = {name: np.array(value, np.float32).reshape(-1) for name, value in state["residuals"].items()}
         self._loaded = {"step_number": int(state["step_number"]), "residuals": residuals,
                         "overrides": state["overrides"], "auto": state.get("auto")}
+        self._retired = {}
         for exchange in self._exchanges.values():
             exchange.load_state(self._loaded)
 

@@ -40,7 +40,8 @@ class Exchange:
 
     def __init__(self, kernels: Any, transport: Transport | PendingTransport, options: Options) -> None:
         self.options = options
-        self._chooser = AutoChooser(options) if options.overrides == "auto" else None
+        self._is_auto = options.overrides == "auto"
+        self._chooser = AutoChooser(options) if self._is_auto else None
         self.kernels = kernels
         self.transport: Any = transport
         self.statistics = Statistics()
@@ -174,12 +175,12 @@ class Exchange:
             while not request.done():
                 yield False
             request.result()
-        specs = self._specs(batch.values())
-        trace("negotiating a batch of %d layers", len(specs))
-        request = self.transport.gather_bytes(agreement.proposal(specs, self.options), 0)
-        while not request.done():
-            yield False
-        order = agreement.settle(request.result())
+        proposals = yield from self._propose(batch)
+        ahead = agreement.most_advanced(proposals)
+        if ahead is not None:  # the same on all ranks, so all of them propose again
+            self._catch_up(*ahead)
+            proposals = yield from self._propose(batch)
+        order = agreement.settle(proposals)
         ranked = sorted(rest, key=lambda layer: order[layer.name])
         plan = self._remember(self._specs(ranked))
         flight = self._take_off(plan)
@@ -188,6 +189,25 @@ class Exchange:
         yield from self._fly(flight)
         if flight.agreed_names() != {layer.name for layer in ranked}:
             raise RuntimeError("APSCompressor: ranks agreed on a batch, then sent different ones; please report this")
+
+    def _propose(self, batch: dict[str, Layer]) -> Generator[bool, None, list[bytes]]:
+        """Everyone's description of the batch."""
+        specs = self._specs(batch.values())
+        trace("negotiating a batch of %d layers", len(specs))
+        chosen = dict(self.options.overrides) if self._is_auto and self._chooser is None else None  # type: ignore
+        request = self.transport.gather_bytes(agreement.proposal(specs, self.options, self.step_number, chosen), 0)
+        while not request.done():
+            yield False
+        return request.result()  # type: ignore[no-any-return]
+
+    def _catch_up(self, step_number: int, chosen: dict[str, Any] | None) -> None:
+        """Go on where the most advanced rank is: this rank may have joined an elastic job just now."""
+        trace("going on at step %d instead of %d", step_number, self.step_number)
+        self.step_number = step_number
+        if self._is_auto and chosen is not None:
+            overrides = {name: tuple(value) if isinstance(value, list) else value for name, value in chosen.items()}
+            self.options = self.options.replace(overrides=overrides)
+            self._chooser = None
 
     def _remember(self, specs: list[LayerSpec]) -> Plan:
         description = agreement.describe(specs, self.options)

@@ -125,6 +125,8 @@ def _exchange(compressor: APSCompressor, call: Call, process_set: Any) -> Exchan
     exchange = compressor._exchanges.get(key)
     if exchange is None:
         if world not in _transports:
+            for other in [other for other in _transports if other[1:] != world[1:]]:
+                del _transports[other]  # of a world before an elastic reset; it may come back with other workers
             _transports[world] = make_transport(mpi_ops._basics, process_set, _agree, lambda: HorovodTransport(process_set))
         exchange = compressor._keep_exchange(key, CpuKernels(), _transports[world])
     return exchange

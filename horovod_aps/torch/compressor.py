@@ -190,7 +190,8 @@ class APSCompressor(BaseCompressor, Compressor):
         key = (process_set_id, str(device))
         batch = self._batches.get(key)
         if batch is None or batch.flushed or batch.world is not world:
-            batch = _Batch(0 if batch is None else batch.number + 1, world, device)
+            same_world = batch is not None and batch.world is world  # a worker that joined starts from 0 as well
+            batch = _Batch(batch.number + 1 if same_world and batch is not None else 0, world, device)
             if self._options.transport == "allreduce":
                 batch.carrier = self._carrier(process_set_id)
             else:
@@ -209,8 +210,7 @@ class APSCompressor(BaseCompressor, Compressor):
     def _exchange(self, process_set_id: int, device: torch.device) -> Exchange:
         if self._world is not mpi_ops._handle_map:
             self._world = mpi_ops._handle_map
-            for exchange in self._exchanges.values():
-                exchange.forget()
+            self._retire_exchanges()
         key = (process_set_id, mpi_ops.size(), mpi_ops.rank(), str(device))
         found = self._exchanges.get(key)
         if found is None:
