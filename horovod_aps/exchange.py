@@ -198,7 +198,7 @@ class Exchange:
         request = self.transport.gather_bytes(agreement.proposal(specs, self.options, self.step_number, chosen), 0)
         while not request.done():
             yield False
-        return request.result()  # type: ignore[no-any-return]
+        return request.result()
 
     def _catch_up(self, step_number: int, chosen: dict[str, Any] | None) -> None:
         """Go on where the most advanced rank is: this rank may have joined an elastic job just now."""

@@ -1,0 +1,62 @@
+"""Elastic jobs under `horovodrun --host-discovery-script`: a worker is killed, another one is added, training goes on.
+
+Oracles: the sum of ones over all ranks, which is the world size; checksums of the weights, which must be the same on
+all ranks of a step; and the log of every worker. All "hosts" are names of this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from test_parallel import HOROVODRUN, ROOT, run
+
+LIMIT = 400
+
+
+def rows_of(folder: Path) -> list[dict]:
+    """All lines of all workers, in the order of time."""
+    rows = [json.loads(line) for log in folder.glob("*.jsonl") for line in log.read_text().splitlines()]
+    return sorted(rows, key=lambda row: row["time"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_killed_worker_and_added_worker(framework, tmp_path):
+    """3 workers, then 2 after a kill -9, then 3 again with one on a new host."""
+    victim, late = "127.0.0.1", socket.gethostname()
+    (tmp_path / "hosts").write_text(f"localhost:2\n{victim}:1\n")
+    (tmp_path / "plan.json").write_text(json.dumps({"victim": victim, "late": late, "size": 3}))
+    script = tmp_path / "discover.sh"
+    script.write_text(f"#!/bin/sh\ncat {tmp_path}/hosts\n")
+    script.chmod(0o755)
+    command = [str(HOROVODRUN), "-np", "3", "--min-np", "1", "--max-np", "3", "--host-discovery-script", str(script),
+               sys.executable, str(ROOT / "tests" / "elastic_worker.py"), framework, str(tmp_path)]
+    code, output = run(command, LIMIT, {"HOROVOD_GLOO_TIMEOUT_SECONDS": "20"})
+    rows = rows_of(tmp_path)
+    story = f"exit code {code}\n{output[-6000:]}\n" + "\n".join(map(str, rows[-12:]))
+    assert code == 0, story
+
+    sizes = []
+    for row in rows:
+        assert row["total"] == row["size"], story  # the sum of ones over all ranks
+        if row["rank"] == 0 and (not sizes or sizes[-1] != row["size"]):
+            sizes.append(row["size"])
+    assert sizes == [3, 2, 3], story
+
+    worlds = defaultdict(list)
+    for row in rows:
+        worlds[row["step"], row["size"]].append(row)
+    for (step, size), world in worlds.items():
+        assert len({row["checksum"] for row in world}) == 1, f"replicas differ at step {step} of {size}\n{story}"
+    assert {row["host"] for row in rows if row["step"] == rows[-1]["step"]} == {"localhost", late}, story
+    assert not any(row["host"] == victim and row["step"] > 4 for row in rows), story
+    steps = [row["step"] for row in rows if row["rank"] == 0]
+    assert steps == sorted(steps) and len(set(steps)) == steps[-1], story  # none lost, none counted twice
+    for row in rows:  # nothing of an old world is kept, but the residuals of all layers are
+        assert [tuple(key) for key in row["exchanges"]] == [(row["size"], row["rank"])], story
+        assert row["residuals"] == (5 if framework == "torch" else 3), story  # parameters and the sum
