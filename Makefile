@@ -1,6 +1,6 @@
 # Two commands do everything: `make demo` and `make test`. Both set the machine up first.
 PY := .venv/bin/python
-.PHONY: setup demo test test-fast parallel bench lint docs fuzz soak clean
+.PHONY: setup demo test test-slow test-fast bench lint docs fuzz soak clean
 
 setup:
 	@bash scripts/setup.sh
@@ -8,8 +8,13 @@ setup:
 demo: setup
 	$(PY) examples/demo.py
 
+# tests/parallel runs on several ranks: tests/test_parallel.py launches it under mpirun and horovodrun
 test: setup
-	$(PY) -m pytest tests --ignore=tests/parallel
+	$(PY) -m pytest tests --ignore=tests/parallel -m "not slow" --durations=25
+
+# the long ones: exhaustive sweeps, 2^31 elements, four ranks, packaging, elastic jobs
+test-slow: setup
+	$(PY) -m pytest tests --ignore=tests/parallel -m slow --durations=25
 
 test-fast: setup
 	$(PY) -m pytest tests/single -m "not slow" -q

@@ -59,7 +59,7 @@ def run(command: Sequence[str], limit: float, env: dict[str, str]) -> tuple[int 
         return None, output
 
 
-def launch(kind: str, n_ranks: int, files: Sequence[str], log_dir: Path, *, limit: float = 240,
+def launch(kind: str, n_ranks: int, files: Sequence[str], log_dir: Path, *, limit: float = 600,
            marker: str = "not slow", env: dict[str, str] | None = None) -> None:
     """Run test files on all ranks; fails with the output and each rank's log."""
     paths = [str(PARALLEL / name) for name in files if (PARALLEL / name).exists()]
@@ -89,6 +89,10 @@ def test_torch(kind, n_ranks, tmp_path):
     launch(kind, n_ranks, TORCH_FILES, tmp_path)
 
 
+def test_torch_one_rank(tmp_path):
+    launch("mpirun", 1, ["test_torch_one_rank.py"], tmp_path)
+
+
 def test_torch_horovodrun_mpi(tmp_path):
     launch("horovodrun-mpi", 2, TORCH_FILES[:2], tmp_path)
 
@@ -96,12 +100,12 @@ def test_torch_horovodrun_mpi(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mpirun", "gloo"])
 def test_torch_four_ranks(kind, tmp_path):
-    launch(kind, 4, TORCH_FILES, tmp_path, limit=480)
+    launch(kind, 4, TORCH_FILES, tmp_path, limit=1200)
 
 
 @pytest.mark.slow
 def test_torch_slow(tmp_path):
-    launch("mpirun", 2, TORCH_FILES, tmp_path, limit=480, marker="slow")
+    launch("mpirun", 2, TORCH_FILES, tmp_path, limit=1200, marker="slow")
 
 
 def test_torch_digits(tmp_path):
