@@ -150,7 +150,7 @@ class BaseCompressor:
         missing = {"step_number", "residuals", "overrides"} - set(state)
         if missing:
             raise ValueError(f"APSCompressor: state has no {', '.join(sorted(missing))}")
-        residuals = {name: np.array(value, np.float32).reshape(-1) for name, value in state["residuals"].items()}
+        residuals = {name: np.asarray(value, np.float32).flatten() for name, value in state["residuals"].items()}
         self._loaded = {"step_number": int(state["step_number"]), "residuals": residuals,
                         "overrides": state["overrides"], "auto": state.get("auto")}
         self._retired = {}
