@@ -38,7 +38,8 @@ def expected(
     first = grads_per_rank[0]
     by_name = dict(formats) if isinstance(formats, Mapping) else dict.fromkeys(first, formats)
     specs = [
-        LayerSpec(name, x.shape, CODES[x.dtype], factor, FLOAT32 if by_name[name] is None else WireFormat(*by_name[name]))
+        LayerSpec(name, x.shape, CODES[x.dtype], factor,
+                  FLOAT32 if by_name[name] is None else WireFormat(*by_name[name]))
         for name, x in first.items()
     ]
     results: dict[str, np.ndarray] = {}
@@ -68,7 +69,9 @@ def assert_same_bits(actual: Any, wanted: Any, what: str = "") -> None:
     np.testing.assert_array_equal(actual[~nan].view(unsigned), wanted[~nan].view(unsigned), err_msg=what)
 
 
-def make_gradients(sizes: Sequence[int], n_ranks: int, dtype: str = "float32", seed: int = 0) -> list[dict[str, np.ndarray]]:
+def make_gradients(
+    sizes: Sequence[int], n_ranks: int, dtype: str = "float32", seed: int = 0
+) -> list[dict[str, np.ndarray]]:
     """Per rank one gradient of each size; neighbouring layers differ in scale by powers of ten."""
     grads: list[dict[str, np.ndarray]] = []
     low = {"float16": -3, "bfloat16": -30, "float32": -30, "float64": -30}[dtype]

@@ -86,8 +86,8 @@ def gloo_ranks(n_ranks: int, phase: str, victim: int, directory: Path) -> Iterat
     rendezvous.init(plan)
     common = {key: str(value) for key, value in create_run_env_vars("127.0.0.1", ["lo"], port).items()}
     processes = [
-        FORKS.Process(target=fault_worker.run_forked,
-                      args=({**common, **create_slot_env_vars(slot)}, directory / f"output{i}", phase, victim, directory))
+        FORKS.Process(target=fault_worker.run_forked, args=(
+            {**common, **create_slot_env_vars(slot)}, directory / f"output{i}", phase, victim, directory))
         for i, slot in enumerate(plan)
     ]
     for process in processes:

@@ -27,14 +27,16 @@ ENVIRONMENT = {
     "PYTHONFAULTHANDLER": "1",
 }
 HOROVODRUN = Path(sys.executable).parent / "horovodrun"
-TORCH_FILES = ("test_torch_optimizer.py", "test_torch_allreduce.py", "test_torch_faults.py", "test_simulate.py")
+TORCH_FILES = ("test_torch_optimizer.py", "test_torch_allreduce.py", "test_torch_faults.py", "test_simulate.py",
+               "test_torch_process_sets.py")
 
 
 def launcher(kind: str, n_ranks: int) -> list[str]:
     """The command in front of what every rank runs."""
     if kind == "mpirun":
         # Yielding helps: here ranks share cores, and a rank that spins keeps the one it waits for from running.
-        return ["mpirun", "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1", "-np", str(n_ranks)]
+        return ["mpirun", "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1",
+                "-np", str(n_ranks)]
     command = [str(HOROVODRUN), "--gloo" if kind == "gloo" else "--mpi", "-np", str(n_ranks)]
     if kind == "horovodrun-mpi":
         command += ["--mpi-args=--oversubscribe --bind-to none"]
@@ -112,7 +114,8 @@ def test_torch_digits(tmp_path):
     launch("mpirun", 2, ["test_torch_digits.py"], tmp_path)
 
 
-TENSORFLOW = [name for name in ("test_tensorflow.py", "test_keras3.py", "test_tf_keras.py") if (PARALLEL / name).exists()]
+TENSORFLOW = [name for name in ("test_tensorflow.py", "test_keras3.py", "test_tf_keras.py")
+              if (PARALLEL / name).exists()]
 
 
 @pytest.mark.skipif(not TENSORFLOW, reason="there are no TensorFlow tests in this tree")

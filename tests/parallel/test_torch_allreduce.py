@@ -138,47 +138,6 @@ def test_allreduce_refuses_adasum():
     assert torch.all(hvd.allreduce(torch.ones(4), compression=APSCompressor(4, 3)) == 1)
 
 
-@pytest.mark.parametrize("grouped_op", [False, True])
-def test_allreduce_process_sets(grouped_op):
-    """All but the last rank reduce among themselves; the last one alone. Oracle: simulation of those ranks."""
-    rest = hvd.add_process_set(list(range(hvd.size() - 1)))
-    last = hvd.add_process_set([hvd.size() - 1])
-    compressor = APSCompressor(4, 3)
-    grads = make_gradients((100, 3), hvd.size())
-    mine = [to_torch(x) for x in grads[hvd.rank()].values()]
-    chosen, members = (rest, grads[:-1]) if hvd.rank() < hvd.size() - 1 else (last, grads[-1:])
-    if grouped_op:
-        results = hvd.grouped_allreduce(mine, name="set", compression=compressor, process_set=chosen)
-    else:
-        results = [hvd.allreduce(x, name=f"set.{i}", compression=compressor, process_set=chosen)
-                   for i, x in enumerate(mine)]
-    if len(members) == 1:
-        for result, x in zip(results, mine):  # nobody to average with
-            torch.testing.assert_close(result, x, rtol=0.07, atol=0)
-    else:
-        for i, result in enumerate(results):
-            part = members if grouped_op else [{f"layer{i}": rank[f"layer{i}"]} for rank in members]
-            wanted = expected(part, Format(4, 3), factor=1 / len(members))[f"layer{i}"]
-            assert_same_bits(to_numpy(result), wanted)
-    everyone = expected(grads, Format(4, 3), factor=1 / hvd.size())
-    check(grouped(grads, compressor), everyone)
-    hvd.remove_process_set(rest)
-    hvd.remove_process_set(last)
-
-
-def test_allreduce_process_set_that_replaces_a_removed_one():
-    """The next set may get the number of the removed one, and has other ranks. Oracle: exact sums."""
-    compressor = APSCompressor(5, 10)
-    for first in range(2):
-        ranks = list(range(first, hvd.size() - 1 + first))
-        process_set = hvd.add_process_set(ranks)
-        if process_set.included():
-            result = hvd.allreduce(torch.full((9,), 1.0 + hvd.rank()), name="replaced", compression=compressor,
-                                   op=hvd.Sum, process_set=process_set)
-            assert torch.all(result == sum(rank + 1 for rank in ranks))
-        hvd.remove_process_set(process_set)
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("accumulate", ["float32", "kahan"])
 def test_allreduce_nonfinite_on_one_rank_reaches_all_ranks(bad, accumulate):

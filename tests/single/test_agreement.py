@@ -11,7 +11,10 @@ from horovod_aps.exchange import Layer
 from horovod_aps.options import FLOAT32, Options, WireFormat
 
 
-def specs(*layers: Layer, options: Options = Options(4, 3), warm: bool = False):
+PLAIN = Options(4, 3)
+
+
+def specs(*layers: Layer, options: Options = PLAIN, warm: bool = False):
     return [spec_of(layer, options, warm) for layer in layers]
 
 

@@ -22,7 +22,10 @@ from horovod_aps.layout import (
 from horovod_aps.options import FLOAT32, WireFormat
 
 
-def spec(i: int, n: int, fmt: WireFormat = WireFormat(4, 3)) -> LayerSpec:
+E4M3 = WireFormat(4, 3)
+
+
+def spec(i: int, n: int, fmt: WireFormat = E4M3) -> LayerSpec:
     return LayerSpec(f"layer{i}", (n,), i % 4, 0.5, fmt)
 
 
