@@ -10,7 +10,6 @@ from horovod_aps.agreement import describe, digest_words, proposal, settle, spec
 from horovod_aps.exchange import Layer
 from horovod_aps.options import FLOAT32, Options, WireFormat
 
-
 PLAIN = Options(4, 3)
 
 

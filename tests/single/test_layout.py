@@ -21,7 +21,6 @@ from horovod_aps.layout import (
 )
 from horovod_aps.options import FLOAT32, WireFormat
 
-
 E4M3 = WireFormat(4, 3)
 
 
