@@ -33,8 +33,13 @@ class WireTensor(tf.experimental.ExtensionType):  # type: ignore[misc]
 
     @property
     def name(self) -> str:
-        """The tensor's name, after which Horovod names the operation."""
-        return str(self.value.name)
+        """The tensor's name, after which Horovod names the operation.
+
+        TensorFlow calls an eager tensor that a graph captures by a number that differs between ranks; Horovod would
+        wait for ever for the same one.
+        """
+        name = str(self.value.name)
+        return "captured" if name[0].isdigit() else name
 
     @property
     def dtype(self) -> tf.DType:
