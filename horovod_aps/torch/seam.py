@@ -31,6 +31,11 @@ class WireTensor(torch.Tensor):
             return super().type(*args, **kwargs)
         return TYPE_NAME
 
+    @property
+    def data(self) -> WireTensor:  # type: ignore[override]
+        """Itself: Horovod's Adasum optimizer sends `.data`, and must reach us to be refused."""
+        return self
+
     def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
         """A plain tensor of the same dtype and device, as Horovod makes for the output."""
         return torch.Tensor.new(self.as_subclass(torch.Tensor), *args, **kwargs)

@@ -353,7 +353,7 @@ def test_optimizer_refuses_adasum():
         return  # Horovod itself refuses other numbers of ranks
     model = torch.nn.Linear(3, 1, bias=False)
     optimizer = wrap(model, APSCompressor(4, 3), op=hvd.Adasum)
-    with pytest.raises(ValueError, match="op must be Average or Sum, and .*Adasum.* is not supported"):
+    with pytest.raises(ValueError, match="op must be Average or Sum, got Adasum"):
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
 
