@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 
-class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Copies weights and optimizer state of one rank to all others, after the first batch.
 
     By then everything exists. States of random number generators stay as they are: dropout should differ.
@@ -30,7 +30,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             variable.assign(value)
 
 
-class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class MetricAverageCallback(keras.callbacks.Callback):
     """Averages the metrics of an epoch over all ranks; put it before callbacks that use them."""
 
     def __init__(self, process_set: Any = hvd.global_process_set) -> None:
@@ -46,7 +46,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
             logs.update(zip(names, values.numpy().tolist()))
 
 
-class LearningRateWarmupCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class LearningRateWarmupCallback(keras.callbacks.Callback):
     """Raises the learning rate linearly from initial_lr / size to initial_lr in the first epochs."""
 
     def __init__(self, initial_lr: float, warmup_epochs: int = 5) -> None:

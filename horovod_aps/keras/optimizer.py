@@ -33,8 +33,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense: all-reduce the gradients of embeddings as dense tensors; else Horovod gathers them.
         process_set: the ranks that train together.
     """
-    if keras.backend.backend() != "tensorflow":
-        raise ValueError(f"DistributedOptimizer: Keras must use the TensorFlow backend, got {keras.backend.backend()!r}")
+    backend = keras.backend.backend()
+    if backend != "tensorflow":
+        raise ValueError(f"DistributedOptimizer: Keras must use the TensorFlow backend, got {backend!r}")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(f"DistributedOptimizer: optimizer must be a Keras 3 optimizer, got {type(optimizer).__name__}")
     if op not in (hvd.Average, hvd.Sum):
@@ -80,7 +81,8 @@ class _Reducer:
                 continue
             if isinstance(grad, tf.IndexedSlices):
                 if not self.sparse_as_dense:
-                    results[i] = hvd.allreduce(grad, op=self.op, process_set=self.process_set, name=f"{label}.sparse.{i}")
+                    results[i] = hvd.allreduce(grad, op=self.op, process_set=self.process_set,
+                                               name=f"{label}.sparse.{i}")
                     continue
                 results[i] = tf.convert_to_tensor(grad)
             # Horovod's own groups hold one dtype each; ours share their buckets among all.
@@ -99,7 +101,7 @@ class _Reducer:
 def _distributed_class(base: type, reducer: _Reducer) -> type:
     """A subclass that reduces; it goes by the name of its base, so that saved models load without us."""
 
-    class Distributed(base):  # type: ignore[misc, valid-type]
+    class Distributed(base):
         def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
             _refuse_inside_loss_scaling()
             if not self.gradient_accumulation_steps:
@@ -120,7 +122,8 @@ def _distributed_class(base: type, reducer: _Reducer) -> type:
             return super()._clip_gradients(grads)
 
     setattr(Distributed, MARK, True)
-    Distributed.__name__, Distributed.__qualname__, Distributed.__module__ = base.__name__, base.__qualname__, base.__module__
+    for attribute in ("__name__", "__qualname__", "__module__"):
+        setattr(Distributed, attribute, getattr(base, attribute))
     return Distributed
 
 

@@ -25,7 +25,7 @@ def array_at(address: int, layer: Layer) -> np.ndarray:
     n_bytes = int(np.prod(layer.shape, dtype=np.int64)) * dtype.itemsize
     if n_bytes == 0:
         return np.empty(0, dtype)
-    return np.frombuffer((ctypes.c_uint8 * n_bytes).from_address(address), dtype)
+    return np.frombuffer(memoryview((ctypes.c_uint8 * n_bytes).from_address(address)), dtype)
 
 
 def carry(layers: Sequence[Layer], options: Options, step_number: int, process_set: Any) -> None:

@@ -16,20 +16,22 @@ from horovod.tensorflow.compression import Compressor
 from horovod_aps.base import BaseCompressor
 from horovod_aps.tensorflow import seam
 
-MANY = 64  # compressors in one process that look like one being made in every step
+MANY = 64  # compressors in one process, at which it looks as if one were made in every step
 _ids = itertools.count(1)
 
 
-class APSCompressor(BaseCompressor, Compressor):  # type: ignore[misc]
+class APSCompressor(BaseCompressor, Compressor):
     __doc__ = BaseCompressor.__doc__
+    _key: int  # set by seam.register
 
     def _start(self) -> None:
         super()._start()
         self._carried: dict[str, int] = {}  # steps so far by call site, for transport="allreduce"
+        self._n_single = 0  # tensors traced outside of groups
         seam.register(self)
-        if next(_ids) == MANY:
-            warnings.warn(f"APSCompressor: {MANY} were made in this process; make one before the training loop, since "
-                          f"Horovod traces its all-reduce anew for every one and keeps it", stacklevel=3)
+        if next(_ids) % MANY == 0:
+            warnings.warn(f"APSCompressor: {MANY} more were made in this process; make one before the training loop, "
+                          f"since Horovod traces its all-reduce anew for every one and keeps it", stacklevel=3)
 
     def __hash__(self) -> int:
         # Horovod looks its all-reduce functions up by their arguments, so this is the first thing that the stock
@@ -40,17 +42,15 @@ class APSCompressor(BaseCompressor, Compressor):  # type: ignore[misc]
     def __eq__(self, other: object) -> bool:
         return self is other
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert
     def compress(self, tensor: Any) -> tuple[seam.WireTensor, None]:
         """Mark a tensor for the exchange; only floating-point ones are compressed, the rest take Horovod's way."""
         return seam.WireTensor(tf.convert_to_tensor(tensor), self._key), None
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert
     def decompress(self, tensor: tf.Tensor, ctx: None) -> tf.Tensor:
         """The reduced tensor, which the exchange has left in its own dtype."""
         return tensor
-
-    _key: int  # set by seam.register
 
 
 def _refuse_stock_keras3() -> None:

@@ -99,7 +99,7 @@ def _reduce(call: Call, n_present: int, layers: list[Layer]) -> None:
             layer.factor /= size
     if size == 1:  # nothing to agree on and nothing to round
         for layer in layers:
-            np.multiply(array_at(layer.source, layer), layer.factor, out=array_at(layer.target, layer), casting="unsafe")
+            array_at(layer.target, layer)[:] = array_at(layer.source, layer) * layer.factor
         return
     if compressor._options.transport == "allreduce":
         step_number = compressor._carried[call.stem] = compressor._carried.get(call.stem, -1) + 1
@@ -127,7 +127,8 @@ def _exchange(compressor: APSCompressor, call: Call, process_set: Any) -> Exchan
         if world not in _transports:
             for other in [other for other in _transports if other[1:] != world[1:]]:
                 del _transports[other]  # of a world before an elastic reset; it may come back with other workers
-            _transports[world] = make_transport(mpi_ops._basics, process_set, _agree, lambda: HorovodTransport(process_set))
+            _transports[world] = make_transport(mpi_ops._basics, process_set, _agree,
+                                                lambda: HorovodTransport(process_set))
         exchange = compressor._keep_exchange(key, CpuKernels(), _transports[world])
     return exchange
 

@@ -8,6 +8,7 @@ exchange at once; in a graph they add one Python op that does it in every step (
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, List  # noqa: UP035 - TensorFlow's dispatch only knows typing.List
@@ -22,10 +23,11 @@ if TYPE_CHECKING:
     from horovod_aps.tensorflow.compressor import APSCompressor
 
 _compressors: weakref.WeakValueDictionary[int, APSCompressor] = weakref.WeakValueDictionary()
+MANY_SINGLE = 16
 do_not_convert: Callable[..., Any] = tf.autograph.experimental.do_not_convert
 
 
-class WireTensor(tf.experimental.ExtensionType):  # type: ignore[misc]
+class WireTensor(tf.experimental.ExtensionType):
     """A gradient on its way to the exchange, with the number of its compressor."""
 
     value: tf.Tensor
@@ -57,6 +59,7 @@ def register(compressor: APSCompressor) -> None:
 @do_not_convert
 def _allreduce(tensor: WireTensor, reduce_op: int, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                ignore_name_scope: bool = False, process_set_id: int = 0, name: Any = None) -> tf.Tensor:
+    _advise_groups(_owner([tensor]))
     call = engine.Call(_owner([tensor]), (name or engine.UNNAMED,), name or engine.UNNAMED, reduce_op,
                        prescale_factor * postscale_factor, process_set_id)
     return _reduce(call, [tensor.value])[0]
@@ -88,6 +91,16 @@ def _grouped_reducescatter(tensors: Sequence[WireTensor], reduce_op: int, ignore
     raise ValueError("APSCompressor: hvd.grouped_reducescatter is not supported; use hvd.Compression.none for it")
 
 
+def _advise_groups(compressor: APSCompressor) -> None:
+    """Warn, once, about graphs that exchange many tensors one by one."""
+    if tf.executing_eagerly():
+        return
+    compressor._n_single += 1
+    if compressor._n_single == MANY_SINGLE:
+        warnings.warn(f"APSCompressor: {MANY_SINGLE} tensors are exchanged one by one; groups=1 in DistributedGradientTape "
+                      f"or DistributedOptimizer exchanges all of them together, many times faster", stacklevel=2)
+
+
 def _owner(tensors: Sequence[WireTensor]) -> APSCompressor:
     return _compressors[tensors[0].compressor]
 
@@ -107,7 +120,8 @@ def _reduce(call: engine.Call, values: list[tf.Tensor]) -> list[tf.Tensor]:
                 value, reduce_op=call.op, prescale_factor=call.factor, postscale_factor=1.0,
                 ignore_name_scope=False, process_set_id=call.process_set_id, name=_op_label(call.names[i]))
         elif value.dtype.name not in engine.DTYPE_CODES:
-            raise TypeError(f"APSCompressor: tensors must be float32, float64, float16 or bfloat16, got {value.dtype.name}")
+            raise TypeError(f"APSCompressor: tensors must be float32, float64, float16 or bfloat16, "
+                            f"got {value.dtype.name}")
         else:
             ours.append(i)
     if ours:
@@ -120,14 +134,14 @@ def _reduce(call: engine.Call, values: list[tf.Tensor]) -> list[tf.Tensor]:
 def _differentiable(call: engine.Call, values: list[tf.Tensor]) -> Sequence[tf.Tensor]:
     """The exchange with Horovod's gradient: the same reduction of the incoming gradients."""
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    @tf.custom_gradient
     def exchange(*inputs: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
         def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
             return list(_differentiable(call.gradient(), list(upstream)))
 
         return _exchange(call, list(inputs)), gradient
 
-    return exchange(*values)  # type: ignore[no-any-return]
+    return exchange(*values)
 
 
 def _exchange(call: engine.Call, values: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -155,7 +169,7 @@ def _exchange(call: engine.Call, values: list[tf.Tensor]) -> list[tf.Tensor]:
 
 def _op_label(name: str) -> str:
     """A name that TensorFlow accepts for an op."""
-    return mpi_ops._normalize_name(name).lstrip("_")  # type: ignore[no-any-return]
+    return mpi_ops._normalize_name(name).lstrip("_")
 
 
 def _op_name(op: int) -> str:

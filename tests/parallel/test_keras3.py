@@ -100,7 +100,8 @@ def test_gradient_accumulation_eagerly():
 
 def test_loss_scaling_skips_the_step_on_all_ranks():
     """One rank has a NaN: no rank moves its weights, all halve their scale. Oracle: the weights before."""
-    optimizer = DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), APSCompressor(4, 3))
+    inner = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    optimizer = DistributedOptimizer(inner, APSCompressor(4, 3))
     variable = keras.Variable(np.ones(5, np.float32))
     optimizer.build([variable])
     scale = float(optimizer.dynamic_scale)

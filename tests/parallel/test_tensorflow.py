@@ -71,7 +71,8 @@ def test_grouped_allreduce_mixed_dtypes_and_integers(graph):
     grads = {**make_gradients((9,), hvd.size(), "float32")[hvd.rank()]}
     half = make_gradients((5,), hvd.size(), "float16")
     tensors = [tf.constant(grads["layer0"]), tf.constant([hvd.rank(), 7]), tf.constant(half[hvd.rank()]["layer0"])]
-    first, integers, last = run(lambda: hvd.grouped_allreduce(tensors, compression=APSCompressor(4, 3), op=hvd.Sum), graph)
+    compressor = APSCompressor(4, 3)
+    first, integers, last = run(lambda: hvd.grouped_allreduce(tensors, compression=compressor, op=hvd.Sum), graph)
     full = make_gradients((9,), hvd.size(), "float32")
     assert_same_bits(first.numpy(), expected(full, Format(4, 3))["layer0"])
     assert_same_bits(last.numpy(), expected(half, Format(4, 3))["layer0"])
@@ -120,7 +121,7 @@ def test_allreduce_gradient(graph):
 @MODES
 @pytest.mark.parametrize("groups", [None, 1, 2])
 def test_tape_equals_simulation(groups, graph):
-    """Dense gradients by simulation, embedding gradients as Horovod gathers them, variables without gradient as None."""
+    """Dense gradients by simulation; embeddings as Horovod gathers them; None for a variable without gradient."""
     grads = make_gradients((63, 8, 1025), hvd.size())
     variables = [tf.Variable(tf.zeros(x.shape)) for x in grads[0].values()]
     idle = tf.Variable(tf.zeros([3]))
@@ -290,7 +291,7 @@ def test_different_formats_raise_everywhere(graph):
     x = tf.ones([10])
     for _ in range(2):
         wrong = APSCompressor(4, 3 if hvd.rank() == 0 else 2)
-        with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="option m is 3 on rank 0 and 2 on rank 1"):
+        with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="m is 3 on rank 0 and 2 on rank 1"):
             run(lambda: hvd.allreduce(x, compression=wrong), graph)  # noqa: B023
         assert (run(lambda: hvd.allreduce(x, compression=APSCompressor(4, 3)), graph).numpy() == 1).all()
 
@@ -378,6 +379,14 @@ def test_v1_optimizer_in_a_session(groups):
             rate = 1 - 0.02 * sum(range(1, hvd.size() + 1))
             for v, first in zip(session.run(w), start):
                 np.testing.assert_allclose(v, first * rate**10, rtol=2e-2, atol=1e-3)
+
+
+def test_many_tensors_without_groups_are_warned_about():
+    tensors = [tf.ones([4]) for _ in range(20)]
+    compressor = APSCompressor(4, 3)
+    with pytest.warns(UserWarning, match="groups=1"):
+        results = tf.function(lambda: [hvd.allreduce(x * 1, compression=compressor) for x in tensors])()
+    assert all((result.numpy() == 1).all() for result in results)
 
 
 def test_many_compressors_are_warned_about():

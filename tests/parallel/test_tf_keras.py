@@ -1,4 +1,4 @@
-"""Stock `hvd.DistributedOptimizer` with compression on tf-keras (`TF_USE_LEGACY_KERAS=1`), on every rank of a real job."""
+"""Stock `hvd.DistributedOptimizer` with compression on tf-keras (`TF_USE_LEGACY_KERAS=1`), on real ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def test_fit_keeps_replicas_identical(groups):
     """Ranks start differently; Horovod's callback makes them equal, compressed gradients keep them so."""
     compressor = APSCompressor(4, 3)
     model = make_model(seed=hvd.rank())
-    compile_model(model, hvd.DistributedOptimizer(tf.keras.optimizers.Adam(0.01), compression=compressor, groups=groups))
+    adam = tf.keras.optimizers.Adam(0.01)
+    compile_model(model, hvd.DistributedOptimizer(adam, compression=compressor, groups=groups))
     fit(model, epochs=2, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
     assert replicas_equal(model.weights)
     assert {layer["format"] for layer in compressor.stats()["layers"].values()} == {"e4m3"}
