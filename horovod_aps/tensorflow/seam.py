@@ -97,8 +97,9 @@ def _advise_groups(compressor: APSCompressor) -> None:
         return
     compressor._n_single += 1
     if compressor._n_single == MANY_SINGLE:
-        warnings.warn(f"APSCompressor: {MANY_SINGLE} tensors are exchanged one by one; groups=1 in DistributedGradientTape "
-                      f"or DistributedOptimizer exchanges all of them together, many times faster", stacklevel=2)
+        warnings.warn(f"APSCompressor: {MANY_SINGLE} tensors are exchanged one by one; groups=1 in "
+                      f"DistributedGradientTape or DistributedOptimizer exchanges all of them together, many times faster",
+                      stacklevel=2)
 
 
 def _owner(tensors: Sequence[WireTensor]) -> APSCompressor:

@@ -28,9 +28,9 @@ def compile_model(model: tf.keras.Model, optimizer: tf.keras.optimizers.Optimize
     model.compile(optimizer, loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
 
 
-def fit(model: tf.keras.Model, epochs: int = 1, seed: int = 0, callbacks=()) -> None:
+def fit(model: tf.keras.Model, epochs: int = 1, seed: int = 0, callbacks=(), batch_size: int = 32) -> None:
     x, y, _, _ = digits(seed)
-    model.fit(x, y, batch_size=32, epochs=epochs, verbose=0, shuffle=False, callbacks=list(callbacks))
+    model.fit(x, y, batch_size=batch_size, epochs=epochs, verbose=0, shuffle=False, callbacks=list(callbacks))
 
 
 def test_this_is_tf_keras():
@@ -73,11 +73,11 @@ def test_digits_accuracy():
     scores = []
     for compression in (hvd.Compression.none, APSCompressor(4, 3)):
         model = make_model()
-        compile_model(model, hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.3), compression=compression, groups=1))
+        compile_model(model, hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.5), compression=compression, groups=1))
         row = []
         for seed in range(5):
             model.set_weights(initial_weights(seed))
-            fit(model, epochs=8, seed=seed)
+            fit(model, epochs=8, seed=seed, batch_size=64)
             _, _, x, y = digits(seed)
             row.append(100 * float((model.predict_on_batch(x).argmax(1) == y).mean()))
         scores.append(row)
