@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-SUBCOMMANDS = ("predict", "calibrate", "timeline", "doctor")
+SUBCOMMANDS = ("predict", "calibrate", "timeline", "doctor", "report")
 
 
 def build_parser() -> argparse.ArgumentParser:
