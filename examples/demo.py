@@ -131,7 +131,7 @@ def main() -> int:
     plot(results, args.out / "demo.png")
     print(
         f"\n{table(results)}\n\nbytes/step: {counted}.\nEF is error feedback. Accuracy is of one seed on 360 "
-        f"test images: differences under one point are noise.\nPlot: {args.out / 'demo.png'}   "
+        f"test images: its standard error is about one point.\nPlot: {args.out / 'demo.png'}   "
         f"Report of APS (4,3), layer by layer: {args.out / 'demo_report.html'}"
     )
     return 0 if all(row["identical"] for row in results) else 1
