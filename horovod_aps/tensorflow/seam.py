@@ -98,7 +98,7 @@ def _advise_groups(compressor: APSCompressor) -> None:
     compressor._n_single += 1
     if compressor._n_single == MANY_SINGLE:
         warnings.warn(f"APSCompressor: {MANY_SINGLE} tensors are exchanged one by one; groups=1 in "
-                      f"DistributedGradientTape or DistributedOptimizer exchanges all of them together, many times faster",
+                      f"DistributedGradientTape or DistributedOptimizer exchanges them all together, and much faster",
                       stacklevel=2)
 
 
