@@ -1,4 +1,4 @@
-"""A compressor's state through a file, and the same run twice. Oracle: the run that was not interrupted, bit for bit."""
+"""A compressor's state through a file, and the same run twice. Oracle: the uninterrupted run, bit for bit."""
 
 from __future__ import annotations
 
