@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from horovod_aps import report
 from horovod_aps.exchange import Exchange
 from horovod_aps.options import AUTO_CANDIDATES, Options
 from horovod_aps.transport import PendingTransport, Transport
@@ -130,6 +132,10 @@ class BaseCompressor:
         if merged["bytes_fp32"]:
             merged["ratio"] = merged["bytes_sent"] / merged["bytes_fp32"]
         return merged
+
+    def report(self, path: str | Path, title: str = "APS run") -> None:
+        """Write an HTML page on `stats()`, with errors if the compressor was made with stats=True."""
+        report.write(self.stats(), path, title)
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals and schedule position of this rank; each rank saves its own, for residuals differ."""

@@ -114,11 +114,9 @@ def test_torch_digits(tmp_path):
     launch("mpirun", 2, ["test_torch_digits.py"], tmp_path)
 
 
-TENSORFLOW = [name for name in ("test_tensorflow.py", "test_keras3.py", "test_tf_keras.py")
-              if (PARALLEL / name).exists()]
+TENSORFLOW = ["test_tensorflow.py", "test_keras3.py", "test_tf_keras.py"]
 
 
-@pytest.mark.skipif(not TENSORFLOW, reason="there are no TensorFlow tests in this tree")
 @pytest.mark.parametrize("kind", ["mpirun", "gloo"])
 @pytest.mark.parametrize("file", TENSORFLOW)
 def test_tensorflow(file, kind, tmp_path):

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
 from horovod.torch.compression import Compressor
 
-from horovod_aps import report
 from horovod_aps.base import BaseCompressor
 from horovod_aps.exchange import Exchange, Layer
 from horovod_aps.kernels import CpuKernels
@@ -88,10 +86,6 @@ class APSCompressor(BaseCompressor, Compressor):
         self._carriers: dict[int, CarrierBatch] = {}
         self._world: Any = None
         seam.register()
-
-    def report(self, path: str | Path, title: str = "APS run") -> None:
-        """Write an HTML page on `stats()`, with errors if the compressor was made with stats=True."""
-        report.write(self.stats(), path, title)
 
     # ---- Horovod's interface ------------------------------------------------------------------------------
 
