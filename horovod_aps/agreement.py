@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -35,10 +36,7 @@ def top_exponent(fmt: WireFormat) -> int:
 
 def spec_of(layer: _LayerLike, options: Options, warm: bool) -> LayerSpec:
     """What ranks compare about a layer; during warm-up all layers travel as float32."""
-    n_elements = 1
-    for extent in layer.shape:
-        n_elements *= extent
-    fmt = FLOAT32 if warm else options.format_for(layer.name, n_elements)
+    fmt = FLOAT32 if warm else options.format_for(layer.name, math.prod(layer.shape))
     return LayerSpec(layer.name, layer.shape, layer.dtype, layer.factor, fmt)
 
 

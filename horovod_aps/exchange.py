@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from horovod_aps.transport import LocalTransport, PendingTransport, Transport
 ACCUMULATE_CODES = {"float32": SUM_FLOAT, "format": SUM_FORMAT, "kahan": SUM_KAHAN}
 MAX_PLANS = 64  # batches remembered; an older one is agreed on anew when it comes back
 LOOK_SECONDS = 500e-6  # between looks from within backward
-HEADER_WORDS = 5  # digest, its negation, and a flag, ahead of the exponents of a bucket
+HEADER_WORDS = 6  # digest, its negation, a flag, and the number of buckets, ahead of the exponents of a bucket
 _abandoned: list[Flight] = []
 
 
@@ -64,14 +64,16 @@ class Exchange:
                 raise ValueError(f"APSCompressor: {layer.name!r} was submitted twice before its result was used; "
                                  f"give tensors of different models different names")
             self._pending[layer.name] = layer
-            if not self.transport.overlaps:
-                return
-            if len(self._pending) == 1 and layer.name in self._plan_of:
-                self._flight = self._take_off(self._plan_of[layer.name])
-            if self._flight is not None:
-                self._arrive(self._flight, layer)
-                if self._gate_is_open():
-                    self._look_after(self._flight)
+            flight = self._flight
+            if flight is None:
+                if len(self._pending) > 1 or not self.transport.overlaps:
+                    return
+                flight = self._flight = self._take_off_with(layer.name)
+                if flight is None:
+                    return
+            is_full = flight.arrive(layer)
+            if self.gate is None or self._gate_is_open():
+                self._look_after(flight, is_full)
 
     def _gate_is_open(self) -> bool:
         if self.gate is not None and self.gate():
@@ -97,17 +99,14 @@ class Exchange:
         try:
             done: set[str] = set()
             if flight is None and batch:
-                plan = self._plans.get(agreement.describe(self._specs(batch.values()), self.options))
-                if plan is not None:
-                    flight = self._take_off(plan)
-                    for layer in batch.values():
-                        self._arrive(flight, layer)
+                flight = self._board(batch)
             if flight is not None:
                 yield from self._fly(flight)
                 done = flight.agreed_names()
             rest = [layer for name, layer in batch.items() if name not in done]
             if rest:
-                yield from self._reduce_unplanned(batch, rest, announced=flight is not None and flight.broken)
+                yield from self._answer_the_rest(flight)
+                yield from self._reduce_unplanned(batch, rest)
             if self._chooser is not None and self.step_number + 1 >= self.options.auto_steps and batch:
                 yield from self._choose_formats()
         except BaseException:
@@ -161,20 +160,55 @@ class Exchange:
             _abandon(self._flight)
             self._flight = None
 
+    def _board(self, batch: Mapping[str, Layer]) -> Flight | None:
+        """The flight of a whole batch, if its make-up is known; most are as the one before."""
+        flight = self._take_off_with(next(iter(batch)))
+        if flight is not None and sum(flight.missing) == len(batch):
+            for layer in batch.values():
+                flight.arrive(layer)
+            if not any(flight.missing):
+                return flight
+        plan = self._plans.get(agreement.describe(self._specs(batch.values()), self.options))
+        if plan is None:
+            return None
+        plan.options, plan.warm = self.options, self._is_warm()
+        self._plan_of.update((spec.name, plan) for spec in plan.specs)
+        flight = Flight(plan)
+        for layer in batch.values():
+            flight.arrive(layer)
+        return flight
+
     # ---- agreeing on a batch ------------------------------------------------------------------------------
 
     def _specs(self, layers: Any) -> list[LayerSpec]:
-        warm = self.step_number < self.options.warmup_steps or self._chooser is not None
+        warm = self._is_warm()
         return [agreement.spec_of(layer, self.options, warm) for layer in layers]
 
-    def _reduce_unplanned(self, batch: dict[str, Layer], rest: list[Layer], announced: bool
-                          ) -> Generator[bool, None, None]:
-        """Agree with all ranks on the batch, remember it, and reduce the layers that are left of it."""
-        if not announced:  # tell ranks that do know this batch, in the message they expect, that we must talk
+    def _is_warm(self) -> bool:
+        return self.step_number < self.options.warmup_steps or self._chooser is not None
+
+    def _answer_the_rest(self, flight: Flight | None) -> Generator[bool, None, None]:
+        """Tell ranks that know this batch, in the headers that they expect, that we must talk.
+
+        With an overlapping transport every batch has as many headers as the rank with the most buckets wants to
+        send, which the first one says; otherwise one that says that we must talk is the last.
+        """
+        if flight is None or flight.n_agreed == len(flight.plan.buckets):  # others may be at their next batch
+            n_sent, n_headers = 0, 1
+        elif self.transport.overlaps:
+            n_sent, n_headers = flight.n_launched, flight.n_headers
+        else:
+            n_sent, n_headers = 0, int(not flight.broken)
+        while n_sent < n_headers:
             request = self.transport.max(self._header(None, []), 0)
             while not request.done():
                 yield False
-            request.result()
+            n_sent += 1
+            if self.transport.overlaps:
+                n_headers = max(n_headers, int(request.result()[5]))
+
+    def _reduce_unplanned(self, batch: dict[str, Layer], rest: list[Layer]) -> Generator[bool, None, None]:
+        """Agree with all ranks on the batch, remember it, and reduce the layers that are left of it."""
         proposals = yield from self._propose(batch)
         ahead = agreement.most_advanced(proposals)
         if ahead is not None:  # the same on all ranks, so all of them propose again
@@ -183,9 +217,9 @@ class Exchange:
         order = agreement.settle(proposals)
         ranked = sorted(rest, key=lambda layer: order[layer.name])
         plan = self._remember(self._specs(ranked))
-        flight = self._take_off(plan)
+        flight = Flight(plan)
         for layer in ranked:
-            self._arrive(flight, layer)
+            flight.arrive(layer)
         yield from self._fly(flight)
         if flight.agreed_names() != {layer.name for layer in ranked}:
             raise RuntimeError("APSCompressor: ranks agreed on a batch, then sent different ones; please report this")
@@ -211,7 +245,7 @@ class Exchange:
 
     def _remember(self, specs: list[LayerSpec]) -> Plan:
         description = agreement.describe(specs, self.options)
-        plan = self._plans[description] = Plan(specs, description, self.transport.size, self.options)
+        plan = self._plans[description] = Plan(specs, description, self.transport.size, self.options, self._is_warm())
         if len(self._plans) > MAX_PLANS:
             _, oldest = self._plans.popitem(last=False)
             self._plan_of = {name: plan for name, plan in self._plan_of.items() if plan is not oldest}
@@ -222,26 +256,27 @@ class Exchange:
         """The fixed-size int32 message that opens a bucket: who we think we are, and our exponents."""
         header = np.full(HEADER_WORDS + MAX_LAYERS, EXP_ZERO, np.int32)
         words = (0, 0) if plan is None else plan.words
-        header[:HEADER_WORDS] = (words[0], words[1], -words[0], -words[1], plan is None)
+        n_buckets = 0 if plan is None else len(plan.buckets)
+        header[:HEADER_WORDS] = (words[0], words[1], -words[0], -words[1], plan is None, n_buckets)
         header[HEADER_WORDS:HEADER_WORDS + len(exponents)] = exponents
         return header
 
     # ---- flying a planned batch ---------------------------------------------------------------------------
 
-    def _take_off(self, plan: Plan) -> Flight:
-        return Flight(plan, [len(bucket.layers) for bucket in plan.buckets])
-
-    def _arrive(self, flight: Flight, layer: Layer) -> None:
-        if flight.plan.by_name.get(layer.name) == self._specs([layer])[0]:
-            flight.layers[layer.name] = layer
-            flight.arrived[flight.plan.bucket_of[layer.name]] -= 1
+    def _take_off_with(self, name: str) -> Flight | None:
+        """A flight of the batch that the layer was last seen in, if its formats still hold."""
+        plan = self._plan_of.get(name)
+        if plan is None or plan.options is not self.options or plan.warm != self._is_warm():
+            return None
+        return Flight(plan)
 
     def _advance(self, flight: Flight) -> bool:
         """Launch the buckets that may start and move all jobs on; True if anything moved.
 
-        Bucket k starts only after k-1 has been agreed on or, if all start at the flush, after the first has, whose
-        digest speaks for the whole batch then: a rank that disagrees must
-        not leave messages behind that nobody will ever answer.
+        A rank that disagrees must not leave messages behind that nobody will ever answer. If all buckets start at the
+        flush, they start after the first has been agreed on, whose digest speaks for the whole batch then. If they
+        start in backward, a rank may find out later that a gradient is missing; it then answers the others' headers
+        with empty ones (`_answer_the_rest`).
         """
         moved = False
         while self._may_launch(flight):
@@ -255,17 +290,16 @@ class Exchange:
 
     def _may_launch(self, flight: Flight) -> bool:
         index = flight.n_launched
-        return (not flight.broken and index < len(flight.plan.buckets) and flight.arrived[index] == 0
-                and flight.n_agreed >= (index if self.transport.overlaps else min(1, index)))
+        return (not flight.broken and index < len(flight.plan.buckets) and flight.missing[index] == 0
+                and (self.transport.overlaps or flight.n_agreed >= min(1, index)))
 
     def _launch(self, flight: Flight) -> None:
         flight.jobs.append(Job(self._reduce_bucket(flight, flight.n_launched)))
         flight.n_launched += 1
 
-    def _look_after(self, flight: Flight) -> None:
+    def _look_after(self, flight: Flight, is_full: bool) -> None:
         """Move the flight on from within backward, but not so often that looking costs more than it brings."""
-        now = time.perf_counter()
-        if now >= flight.next_look or self._may_launch(flight):
+        if is_full or time.perf_counter() >= flight.next_look:
             self._advance(flight)
             flight.next_look = time.perf_counter() + LOOK_SECONDS
 
@@ -302,6 +336,7 @@ class Exchange:
         shared = request.result()
         phase.end()
         words = shared[:HEADER_WORDS]
+        flight.n_headers = max(flight.n_headers, int(words[5]))
         if words[0] != -words[2] or words[1] != -words[3] or words[4]:
             flight.broken = True
             for layer in layers:  # their gradients are in the residuals already, and will be handed in again
@@ -336,8 +371,15 @@ class Exchange:
         phase("APS_REDUCE")
         first, last = bucket.shard_segments[transport.rank], bucket.shard_segments[transport.rank + 1]
         buffers.mine["exponent"] = table["exponent"][first:last]
-        self.kernels.reduce(buffers.mine, request.result(), mode, buffers.sums[:buffers.n_payload],
-                            self._seed(transport.size), keep_exponent=not self.options.scaling)
+        inputs, sums = request.result(), buffers.sums[:buffers.n_payload]
+        if self.options.error_feedback:
+            lost = self._exact_sums(buffers, inputs, mode)
+        self.kernels.reduce(buffers.mine, inputs, mode, sums, self._seed(transport.size),
+                            keep_exponent=not self.options.scaling)
+        if self.options.error_feedback:  # what rounding the sum loses comes back through the owner's gradient
+            lost["exponent"] = buffers.mine["exponent"]
+            self.kernels.residual(lost, sums)
+            self.kernels.add(lost, table["data"][first:last])
         buffers.sums[buffers.n_payload:] = buffers.mine["exponent"].astype("<i2").view(np.uint8)
         phase("APS_ALLGATHER", len(buffers.sums) * (transport.size - 1))
         request = transport.allgather(buffers.sums, np.diff(bucket.gather_bytes).tolist(), buffers.gathered, index)
@@ -381,6 +423,17 @@ class Exchange:
         addresses = residuals[segment_layer] + buffers.residual_offsets.astype(np.uint64)
         self.kernels.add(table, addresses)
         table["data"], table["dtype"] = addresses, 0
+
+    def _exact_sums(self, buffers: Buffers, inputs: Any, mode: int) -> np.ndarray:
+        """The sums of my shard before they are rounded, as a table of segments that points at them."""
+        lost = buffers.mine.copy()
+        if buffers.scratch is None:
+            buffers.scratch = self.kernels.zeros(int(lost["n"].sum()))
+        starts = 4 * (np.cumsum(lost["n"]) - lost["n"])
+        lost["data"] = self.kernels.address(buffers.scratch) + starts.astype(np.uint64)
+        lost["dtype"], lost["factor"] = 0, 1
+        self.kernels.decode(lost, inputs, mode)
+        return lost
 
     def _point_at_targets(self, buffers: Buffers, bucket: BucketLayout, plan: Plan, targets: np.ndarray) -> None:
         """Aim the segment table at where the results go."""

@@ -21,7 +21,7 @@ POLL_SECONDS = 50e-6  # between looks at the network while there is nothing else
 Steps = Generator[Request, None, None]
 
 
-@dataclass
+@dataclass(slots=True)
 class Layer:
     """One gradient handed to the exchange: where it is, and where its result goes."""
 
@@ -38,9 +38,11 @@ class Layer:
 class Plan:
     """A batch whose make-up all ranks share: layer specs in bucket order, layouts, and reusable buffers."""
 
-    def __init__(self, specs: Sequence[LayerSpec], description: str, size: int, options: Options) -> None:
+    def __init__(self, specs: Sequence[LayerSpec], description: str, size: int, options: Options,
+                 warm: bool) -> None:
         self.specs = list(specs)
-        self.by_name = {spec.name: spec for spec in self.specs}
+        self.options, self.warm = options, warm
+        self.make_up = {spec.name: (spec.shape, spec.dtype, spec.factor) for spec in self.specs}
         self.words = agreement.digest_words(description)
         self.buckets = plan_buckets(self.specs, size, options.bucket_mb)
         self.bucket_of = {self.specs[layer].name: i for i, b in enumerate(self.buckets) for layer in b.layers}
@@ -59,6 +61,7 @@ class Buffers:
             self.recv = kernels.alloc(len(self.send) * (size - 1))
             return
         self.mine = bucket.shard_table(rank)
+        self.scratch: Any = None  # the unrounded sums, for error feedback
         self.n_payload = int(bucket.shard_bytes[rank + 1] - bucket.shard_bytes[rank])
         self.recv = kernels.alloc(self.n_payload * size)
         self.sums = kernels.alloc(int(bucket.gather_bytes[rank + 1] - bucket.gather_bytes[rank]))
@@ -70,13 +73,26 @@ class Flight:
     """A planned batch on its way: which layers have arrived, and the jobs of its launched buckets."""
 
     plan: Plan
-    arrived: list[int]
+    missing: list[int] = field(init=False)  # layers that are still missing, by bucket
     layers: dict[str, Layer] = field(default_factory=dict)
     jobs: list[Job] = field(default_factory=list)
     n_launched: int = 0
     n_agreed: int = 0
+    n_headers: int = 1
     broken: bool = False
     next_look: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.missing = [len(bucket.layers) for bucket in self.plan.buckets]
+
+    def arrive(self, layer: Layer) -> bool:
+        """Note a layer that is as planned; True if it was the last of its bucket."""
+        if self.plan.make_up.get(layer.name) != (layer.shape, layer.dtype, layer.factor):
+            return False
+        bucket = self.plan.bucket_of[layer.name]
+        self.layers[layer.name] = layer
+        self.missing[bucket] -= 1
+        return self.missing[bucket] == 0
 
     def agreed_names(self) -> set[str]:
         """Layers of the buckets that were launched and agreed on; buckets are agreed on in order."""

@@ -7,6 +7,7 @@ layers, so no sizes travel.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,7 +35,7 @@ class LayerSpec:
     @property
     def n_elements(self) -> int:
         """Elements of the layer."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,9 @@ import numpy as np
 TAG_ALLTOALL, TAG_ALLGATHER, N_TAGS = 0, 1, 2
 MAX_TAG = 1 << 15  # what every MPI can count to
 MAX_MESSAGE = 1 << 30  # bytes; MPI counts are int32
+# Between hosts in pieces that Open MPI sends at once. Of a longer message it sends the rest only when the receiver has
+# answered, and while Horovod's thread is in MPI as well, that answer waits behind the data of the other direction.
+MAX_EAGER = 60 << 10
 
 
 class _MpiRequest:
@@ -47,6 +50,10 @@ class MpiTransport:
         world = MPI.COMM_WORLD
         self._comm = world.Create_group(world.group.Incl(list(ranks)), tag=tag % MAX_TAG)
         self.rank, self.size = self._comm.rank, self._comm.size
+        near = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
+        places = MPI.Group.Translate_ranks(self._comm.group, list(range(self.size)), near.group)
+        self._piece = [MAX_EAGER if place == MPI.UNDEFINED else MAX_MESSAGE for place in places]
+        near.Free()
 
     def max(self, values: np.ndarray, slot: int) -> _MpiRequest:
         out = np.empty_like(values)
@@ -58,11 +65,11 @@ class MpiTransport:
         # Start with the next rank so that no receiver is everyone's first target.
         for step in range(1, self.size):
             source = (self.rank - step) % self.size
-            for chunk in _chunks(incoming[source]):
+            for chunk in _chunks(incoming[source], self._piece[source]):
                 requests.append(self._comm.Irecv(chunk, source=source, tag=tag))
         for step in range(1, self.size):
             target = (self.rank + step) % self.size
-            for chunk in _chunks(outgoing[target]):
+            for chunk in _chunks(outgoing[target], self._piece[target]):
                 requests.append(self._comm.Isend(chunk, dest=target, tag=tag))
         incoming[self.rank] = outgoing[self.rank]
         return _MpiRequest(requests, incoming, (outgoing, incoming))
@@ -95,6 +102,6 @@ class MpiTransport:
         return _MpiRequest([], [out[end - length:end].tobytes() for end, length in zip(ends, lengths)])
 
 
-def _chunks(array: np.ndarray) -> list[np.ndarray]:
-    """Pieces of a message that MPI can count; none for an empty one."""
-    return [array[start:start + MAX_MESSAGE] for start in range(0, len(array), MAX_MESSAGE)]
+def _chunks(array: np.ndarray, piece: int) -> list[np.ndarray]:
+    """Pieces of a message; none for an empty one."""
+    return [array[start:start + piece] for start in range(0, len(array), piece)]

@@ -48,9 +48,17 @@ def as_wire_format(value: Any, specials: bool, where: str) -> WireFormat:
     if isinstance(value, FloatFormat):
         return WireFormat(value.exp_bits, value.man_bits, value.specials)
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2:
-        checked = FloatFormat(value[0], value[1], specials=specials)
+        checked = _check_format(value[0], value[1], specials, f"{where}:")
         return WireFormat(checked.exp_bits, checked.man_bits, specials)
     raise ValueError(f'{where} must be an (e, m) pair or "float32", got {value!r}')
+
+
+def _check_format(e: Any, m: Any, specials: Any, where: str) -> FloatFormat:
+    """The format (e, m), with errors that name the place where the user wrote it."""
+    try:
+        return FloatFormat(e, m, specials=specials)
+    except (TypeError, ValueError) as error:
+        raise type(error)(str(error).replace("FloatFormat:", where, 1)) from None
 
 
 def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
@@ -88,7 +96,7 @@ class Options:
     stats: bool = False
 
     def __post_init__(self) -> None:
-        FloatFormat(self.e, self.m, specials=self.specials)  # checks e, m and specials
+        _check_format(self.e, self.m, self.specials, "APSCompressor:")
         object.__setattr__(self, "e", int(self.e))
         object.__setattr__(self, "m", int(self.m))
         _check_choice("rounding", self.rounding, ROUNDINGS)

@@ -24,39 +24,57 @@ def rows_of(folder: Path) -> list[dict]:
     return sorted(rows, key=lambda row: row["time"])
 
 
+def start(framework: str, folder: Path, hosts: dict[str, int], plan: dict, n_workers: int) -> tuple[str, list[dict]]:
+    """Run an elastic job to its good end; returns its story, for failures, and the rows of all workers."""
+    (folder / "hosts").write_text("".join(f"{host}:{slots}\n" for host, slots in hosts.items()))
+    (folder / "plan.json").write_text(json.dumps(plan))
+    script = folder / "discover.sh"
+    script.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
+    script.chmod(0o755)
+    n = str(n_workers)
+    command = [str(HOROVODRUN), "-np", n, "--min-np", "1", "--max-np", n, "--host-discovery-script", str(script),
+               sys.executable, str(ROOT / "tests" / "elastic_worker.py"), framework, str(folder)]
+    code, output = run(command, LIMIT, {"HOROVOD_GLOO_TIMEOUT_SECONDS": "20"})
+    rows = rows_of(folder)
+    story = f"exit code {code}\n{output[-6000:]}\n" + "\n".join(map(str, rows[-12:]))
+    assert code == 0, story
+    worlds = defaultdict(list)
+    for row in rows:
+        assert row["total"] == row["size"], story  # the sum of ones over all ranks
+        worlds[row["step"], row["size"]].append(row)
+        # nothing of an old world is kept, but the residuals of all layers (parameters and the sum) are
+        assert [tuple(key) for key in row["exchanges"]] == [(row["size"], row["rank"])], story
+        assert row["residuals"] == (5 if framework == "torch" else 3), story
+    for (step, size), world in worlds.items():
+        assert len({row["checksum"] for row in world}) == 1, f"replicas differ at step {step} of {size}\n{story}"
+    steps = [row["step"] for row in rows if row["rank"] == 0]
+    assert steps == sorted(steps) and len(set(steps)) == steps[-1], story  # none lost, none counted twice
+    return story, rows
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_killed_worker_and_added_worker(framework, tmp_path):
     """3 workers, then 2 after a kill -9, then 3 again with one on a new host."""
     victim, late = "127.0.0.1", socket.gethostname()
-    (tmp_path / "hosts").write_text(f"localhost:2\n{victim}:1\n")
-    (tmp_path / "plan.json").write_text(json.dumps({"victim": victim, "late": late, "size": 3}))
-    script = tmp_path / "discover.sh"
-    script.write_text(f"#!/bin/sh\ncat {tmp_path}/hosts\n")
-    script.chmod(0o755)
-    command = [str(HOROVODRUN), "-np", "3", "--min-np", "1", "--max-np", "3", "--host-discovery-script", str(script),
-               sys.executable, str(ROOT / "tests" / "elastic_worker.py"), framework, str(tmp_path)]
-    code, output = run(command, LIMIT, {"HOROVOD_GLOO_TIMEOUT_SECONDS": "20"})
-    rows = rows_of(tmp_path)
-    story = f"exit code {code}\n{output[-6000:]}\n" + "\n".join(map(str, rows[-12:]))
-    assert code == 0, story
-
+    story, rows = start(framework, tmp_path, {"localhost": 2, victim: 1},
+                        {"victim": victim, "late": late, "size": 3}, 3)
     sizes = []
     for row in rows:
-        assert row["total"] == row["size"], story  # the sum of ones over all ranks
         if row["rank"] == 0 and (not sizes or sizes[-1] != row["size"]):
             sizes.append(row["size"])
     assert sizes == [3, 2, 3], story
-
-    worlds = defaultdict(list)
-    for row in rows:
-        worlds[row["step"], row["size"]].append(row)
-    for (step, size), world in worlds.items():
-        assert len({row["checksum"] for row in world}) == 1, f"replicas differ at step {step} of {size}\n{story}"
     assert {row["host"] for row in rows if row["step"] == rows[-1]["step"]} == {"localhost", late}, story
     assert not any(row["host"] == victim and row["step"] > 4 for row in rows), story
-    steps = [row["step"] for row in rows if row["rank"] == 0]
-    assert steps == sorted(steps) and len(set(steps)) == steps[-1], story  # none lost, none counted twice
-    for row in rows:  # nothing of an old world is kept, but the residuals of all layers are
-        assert [tuple(key) for key in row["exchanges"]] == [(row["size"], row["rank"])], story
-        assert row["residuals"] == (5 if framework == "torch" else 3), story  # parameters and the sum
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_killed_worker_is_replaced_at_once(framework, tmp_path):
+    """A spare host steps in during the same reset: the survivor sees neither its rank nor the size change."""
+    victim, spare = "127.0.0.1", socket.gethostname()
+    story, rows = start(framework, tmp_path, {"localhost": 1, victim: 1, spare: 1},
+                        {"victim": victim, "late": spare, "size": 2}, 2)
+    assert {row["size"] for row in rows} == {2}, story
+    assert {row["host"] for row in rows if row["step"] <= 4} >= {"localhost", victim}, story
+    assert {row["host"] for row in rows if row["step"] > 5} == {"localhost", spare}, story

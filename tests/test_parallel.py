@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -122,6 +123,20 @@ TENSORFLOW = ["test_tensorflow.py", "test_keras3.py", "test_tf_keras.py"]
 def test_tensorflow(file, kind, tmp_path):
     legacy = {"TF_USE_LEGACY_KERAS": "1"} if file == "test_tf_keras.py" else {}
     launch(kind, 2, [file], tmp_path, env=legacy)
+
+
+@pytest.mark.parametrize("kind, n_ranks", [("mpirun", 2), ("mpirun", 3), ("gloo", 2)])
+def test_torch_and_tensorflow_give_the_same_bits(kind, n_ranks, tmp_path):
+    worker = ROOT / "tests" / "workers" / "frontend_worker.py"
+    results = []
+    for framework in ("torch", "tensorflow"):
+        path = tmp_path / f"{framework}.npz"
+        code, output = run([*launcher(kind, n_ranks), sys.executable, str(worker), framework, str(path)], 300, {})
+        assert code == 0, output[-5000:]
+        results.append(np.load(path))
+    assert set(results[0]) == set(results[1]) and len(results[0]) > 100
+    for name in results[0]:
+        np.testing.assert_array_equal(results[0][name].view(np.int32), results[1][name].view(np.int32), name)
 
 
 FAILING = """

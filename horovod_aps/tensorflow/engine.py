@@ -14,6 +14,7 @@ from horovod.tensorflow import mpi_ops
 
 from horovod_aps.exchange import Exchange, Layer
 from horovod_aps.kernels import CpuKernels
+from horovod_aps.tensorflow import order
 from horovod_aps.tensorflow.carrier import array_at, carry
 from horovod_aps.tensorflow.horovod_transport import HorovodTransport, allreduce
 from horovod_aps.transport import Transport
@@ -28,7 +29,16 @@ ALIGNMENT = 64  # bytes; TensorFlow adopts an aligned array as a tensor and copi
 
 # One exchange at a time: the order in which they run is the same on all ranks, and they share the transports.
 _lock = threading.Lock()
-_transports: dict[tuple[int, int, int], Transport] = {}
+_links: dict[int, _Link] = {}
+
+
+@dataclass(frozen=True)
+class _Link:
+    """The transport of one process set, and the world it was made in."""
+
+    transport: Transport
+    ranks: tuple[int, ...]
+    rank: int
 
 
 @dataclass(frozen=True)
@@ -51,12 +61,12 @@ class Call:
         return replace(self, names=tuple(f"{name}_grad" for name in self.names), stem=f"{self.stem}_grad")
 
 
-def run(call: Call, n_present: int, arrays: Sequence[Any]) -> list[np.ndarray]:
-    """Reduce arrays over all ranks; `n_present` of them take part, the others are in hvd.join()."""
+def run(call: Call, ticket: np.ndarray, arrays: Sequence[Any]) -> list[np.ndarray]:
+    """Reduce arrays over all ranks; `ticket` is the sum of what they said in `order.ticket`."""
     arrays = [np.ascontiguousarray(array).reshape(np.shape(array)) for array in arrays]
     results = [_aligned_like(array) for array in arrays]
     with _lock:
-        _reduce(call, n_present, [_entry(call, i, a, a.ctypes.data, r.ctypes.data) for i, (a, r)
+        _reduce(call, ticket, [_entry(call, i, a, a.ctypes.data, r.ctypes.data) for i, (a, r)
                                   in enumerate(zip(arrays, results))])
     return results
 
@@ -67,8 +77,9 @@ def run_eagerly(call: Call, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         values = [tf.identity(value) for value in values]
         results = [tf.raw_ops.Empty(shape=tf.shape(value), dtype=value.dtype) for value in values]
     with _lock:
-        n_present = int(allreduce(np.ones(1, np.int32), mpi_ops.Sum, call.process_set_id)[0])
-        _reduce(call, n_present, [_entry(call, i, _view(v), _view(v).ctypes.data, _view(r).ctypes.data) for i, (v, r)
+        words = order.ticket_words(call.process_set_id)
+        ticket = allreduce(words, mpi_ops.Sum, call.process_set_id)
+        _reduce(call, ticket, [_entry(call, i, _view(v), _view(v).ctypes.data, _view(r).ctypes.data) for i, (v, r)
                                   in enumerate(zip(values, results))])
     return results
 
@@ -90,7 +101,7 @@ def _entry(call: Call, position: int, array: np.ndarray, source: int, target: in
     return Layer(call.names[position], array.shape, DTYPE_CODES[array.dtype.name], source, target, call.factor)
 
 
-def _reduce(call: Call, n_present: int, layers: list[Layer]) -> None:
+def _reduce(call: Call, ticket: np.ndarray, layers: list[Layer]) -> None:
     compressor = call.compressor
     process_set = process_set_of(mpi_ops._basics, call.process_set_id)
     size = process_set.size()
@@ -105,10 +116,11 @@ def _reduce(call: Call, n_present: int, layers: list[Layer]) -> None:
         step_number = compressor._carried[call.stem] = compressor._carried.get(call.stem, -1) + 1
         carry(layers, compressor._options, step_number, process_set)
         return
+    n_present, n_new = ticket.tolist()
     if n_present != size:
         raise ValueError(f"APSCompressor: {size - n_present} of {size} ranks are in hvd.join(), which only a plain "
                          f'all-reduce can go on without; use APSCompressor(..., transport="allreduce")')
-    exchange = _exchange(compressor, call, process_set)
+    exchange = _exchange(compressor, call, process_set, n_new)
     try:
         for layer in layers:
             exchange.submit(layer)
@@ -118,19 +130,37 @@ def _reduce(call: Call, n_present: int, layers: list[Layer]) -> None:
         raise
 
 
-def _exchange(compressor: APSCompressor, call: Call, process_set: Any) -> Exchange:
+def _exchange(compressor: APSCompressor, call: Call, process_set: Any, n_new: int) -> Exchange:
     """The exchange of one call site, so that steps are counted as the user counts them."""
-    world = (call.process_set_id, mpi_ops.size(), mpi_ops.rank())
-    key = (*world, call.stem)
+    link = _link(process_set, n_new)
+    key = (call.process_set_id, len(link.ranks), link.rank, call.stem)
     exchange = compressor._exchanges.get(key)
+    if exchange is not None and exchange.transport is not link.transport:
+        compressor._retired[key] = compressor._exchanges.pop(key)
+        exchange = None
     if exchange is None:
-        if world not in _transports:
-            for other in [other for other in _transports if other[1:] != world[1:]]:
-                del _transports[other]  # of a world before an elastic reset; it may come back with other workers
-            _transports[world] = make_transport(mpi_ops._basics, process_set, _agree,
-                                                lambda: HorovodTransport(process_set))
-        exchange = compressor._keep_exchange(key, CpuKernels(), _transports[world])
+        exchange = compressor._keep_exchange(key, CpuKernels(), link.transport)
     return exchange
+
+
+def _link(process_set: Any, n_new: int) -> _Link:
+    """The link of a process set, made anew by all ranks if any of them has none.
+
+    After an elastic reset a new worker has none, while the others may not have noticed anything: neither size nor rank
+    need to change. `n_new` ranks said so in their tickets; they may have been written before an earlier exchange of the
+    same step made the link, so all ranks ask again.
+    """
+    ps_id, ranks, rank = process_set.process_set_id, tuple(process_set.ranks), process_set.rank()
+    link = _links.get(ps_id)
+    if link is not None and (link.ranks != ranks or link.rank != rank):
+        link = None
+    if n_new and not _agree(int(link is not None), process_set):
+        link = None
+    if link is None:
+        transport = make_transport(mpi_ops._basics, process_set, _agree, lambda: HorovodTransport(process_set))
+        link = _links[ps_id] = _Link(transport, ranks, rank)
+        order.has_link(ps_id)
+    return link
 
 
 def _agree(value: int, process_set: Any) -> int:

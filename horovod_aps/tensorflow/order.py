@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager.context import eager_mode
 
 _variables: dict[str, tf.Variable] = {}
+_linked: set[int] = set()  # process sets to whose ranks this one has a link
 _last_in_graph: weakref.WeakKeyDictionary[tf.Graph, Any] = weakref.WeakKeyDictionary()
 
 
@@ -49,13 +51,30 @@ def in_sequence() -> Generator[Sequence, None, None]:
     _last_in_graph[root] = (weakref.ref(graph), sequence.op)
 
 
-def one() -> tf.Tensor:
-    """The vector [1], but not as a constant: TensorFlow runs Horovod's ops on constants once, while optimizing."""
+def ticket(process_set_id: int) -> tf.Tensor:
+    """What a rank says before an exchange, to be summed over all: [1, whether it has no link to the others yet].
+
+    Not a constant: TensorFlow runs Horovod's ops on constants once, while optimizing.
+    """
     if tf.compat.v1.executing_eagerly_outside_functions():
-        return _variable("one", np.ones(1, np.int32)).read_value()
-    word = tf.numpy_function(lambda: np.ones(1, np.int32), [], tf.int32, stateful=True)
-    word.set_shape([1])
-    return word
+        return _variable(f"ticket_{process_set_id}", ticket_words(process_set_id)).read_value()
+    words = tf.numpy_function(lambda: ticket_words(process_set_id), [], tf.int32, stateful=True)
+    words.set_shape([2])
+    return words
+
+
+def ticket_words(process_set_id: int) -> np.ndarray:
+    """The ticket as it is now."""
+    return np.array([1, process_set_id not in _linked], np.int32)
+
+
+def has_link(process_set_id: int) -> None:
+    """Note in all tickets to come that this rank has a link to the others."""
+    _linked.add(process_set_id)
+    variable = _variables.get(f"ticket_{process_set_id}")
+    if variable is not None:
+        with eager_mode():
+            variable.assign(ticket_words(process_set_id))
 
 
 def _variable(name: str, value: Any) -> tf.Variable:

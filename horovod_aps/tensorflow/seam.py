@@ -154,12 +154,12 @@ def _exchange(call: engine.Call, values: list[tf.Tensor]) -> list[tf.Tensor]:
     with tf.device("/CPU:0"):
         # Horovod's own op, which blocks no thread: nobody enters the exchange before all ranks are here, and ranks in
         # hvd.join() show.
-        word = mpi_ops.MPI_LIB.horovod_allreduce(
-            order.one(), reduce_op=mpi_ops.Sum, prescale_factor=1.0, postscale_factor=1.0, ignore_name_scope=False,
-            process_set_id=call.process_set_id, name=_op_label(f"{call.stem}_ticket"))
+        ticket = mpi_ops.MPI_LIB.horovod_allreduce(
+            order.ticket(call.process_set_id), reduce_op=mpi_ops.Sum, prescale_factor=1.0, postscale_factor=1.0,
+            ignore_name_scope=False, process_set_id=call.process_set_id, name=_op_label(f"{call.stem}_ticket"))
     with tf.device("/CPU:0"), order.in_sequence() as sequence:
         with tf.control_dependencies(sequence.before):
-            results = tf.numpy_function(lambda n, *arrays: engine.run(call, int(n[0]), arrays), [word, *values],
+            results = tf.numpy_function(lambda ticket, *arrays: engine.run(call, ticket, arrays), [ticket, *values],
                                         [value.dtype for value in values], stateful=True, name="APSExchange")
         results = list(results) if isinstance(results, (list, tuple)) else [results]
         sequence.after(results[0].op)

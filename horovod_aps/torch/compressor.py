@@ -24,25 +24,15 @@ from horovod_aps.world import make_transport, process_set_of
 DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 
 
-@dataclass
+@dataclass(slots=True)
 class _Context:
-    """What `decompress` must know of one tensor."""
+    """What `decompress` must know of one tensor; the last three once Horovod has handed it in."""
 
     original: torch.Tensor
     staged: torch.Tensor
     batch: _Batch | None = None
     ticket: _Ticket | None = None
-    _result: torch.Tensor | None = None
-
-    @property
-    def result(self) -> torch.Tensor:
-        """Where the reduced values go, known once Horovod has handed the tensor in."""
-        assert self._result is not None
-        return self._result
-
-    @result.setter
-    def result(self, result: torch.Tensor) -> None:
-        self._result = result
+    result: torch.Tensor | None = None
 
 
 @dataclass
@@ -60,6 +50,7 @@ class _Batch:
     number: int
     world: Any
     device: torch.device
+    size: int = 0  # ranks that take part
     exchange: Exchange | None = None
     carrier: CarrierBatch | None = None
     ticket: _Ticket | None = None
@@ -69,20 +60,13 @@ class _Batch:
     n_groups: int = 0
     gated: bool = False
 
-    @property
-    def size(self) -> int:
-        """Ranks that take part."""
-        part = self.exchange.transport if self.exchange is not None else self.carrier
-        assert part is not None
-        return part.size
-
 
 class APSCompressor(BaseCompressor, Compressor):
     __doc__ = BaseCompressor.__doc__
 
     def _start(self) -> None:
         super()._start()
-        self._batches: dict[tuple[int, str], _Batch] = {}
+        self._batches: dict[tuple[int, torch.device], _Batch] = {}
         self._carriers: dict[int, CarrierBatch] = {}
         self._world: Any = None
         seam.register()
@@ -113,6 +97,7 @@ class APSCompressor(BaseCompressor, Compressor):
             return ctx.original
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:  # keep autograd's link
             return tensor.as_subclass(torch.Tensor)
+        assert ctx.result is not None
         return ctx.result
 
     def state_dict(self) -> dict[str, Any]:
@@ -133,63 +118,77 @@ class APSCompressor(BaseCompressor, Compressor):
         batch = self._open_batch(process_set_id, tensors[0].device)
         if op == mpi_ops.Average:
             factor /= batch.size
-        entries: list[tuple[str, _Context, float]] = []
-        for tensor, output, name in zip(tensors, outputs, names):
-            context: _Context = tensor.aps_context
-            if name is None:
-                name = f"noname.{batch.n_unnamed}"
-                batch.n_unnamed += 1
-            context.batch = batch
-            context.result = context.staged if output is tensor else output.as_subclass(torch.Tensor)
-            entries.append((name, context, factor))
+        layers = [self._layer(batch, tensor, output, name, factor)
+                  for tensor, output, name in zip(tensors, outputs, names)]
         if batch.carrier is not None:
-            ticket = _Ticket(batch.carrier.submit([(name, context.staged, context.result,
-                                                    DTYPE_CODES[context.staged.dtype], factor)
-                                                   for name, context, factor in entries]), None)
+            ticket = _Ticket(batch.carrier.submit([(layer.name, layer.keep.staged, layer.keep.result, layer.dtype,
+                                                    layer.factor) for layer in layers]), None)
         else:
-            ticket = self._hand_in(batch, entries, process_set_id, group, grouped)
-        for _, context, _ in entries:
-            context.ticket = ticket
+            ticket = self._ticket(batch, process_set_id, group, grouped)
+            self._hand_in(batch, layers)
+        for tensor in tensors:
+            tensor.aps_context.ticket = ticket
         return ticket.handle
 
-    def _hand_in(self, batch: _Batch, entries: list[tuple[str, _Context, float]], process_set_id: int,
-                 group: str | None, grouped: bool) -> _Ticket:
-        """Submit tensors to the exchange under the batch's ticket, or a group's own."""
-        assert batch.exchange is not None
-        stem = f"{self._name}.ticket.{process_set_id}.{batch.device.type}.{batch.number % 4}"
-        if grouped:  # Horovod waits for every group by a handle of its own
-            # By name where there is one: the order in which groups fill up may differ between ranks.
-            label = f"noname.{batch.n_groups}" if group is None else f"group.{group}"
-            batch.n_groups += group is None
-            ticket = _Ticket(*seam.ticket(f"{stem}.{label}", process_set_id))
-        else:
-            ticket = batch.ticket = batch.ticket or _Ticket(*seam.ticket(stem, process_set_id))
+    def _layer(self, batch: _Batch, tensor: seam.WireTensor, output: torch.Tensor, name: str | None,
+               factor: float) -> Layer:
+        """What the exchange must know of a tensor, whose context learns where its result will be."""
+        context: _Context = tensor.aps_context
+        if name is None:
+            name = f"noname.{batch.n_unnamed}"
+            batch.n_unnamed += 1
+        staged = context.staged
+        result = staged if output is tensor else output.as_subclass(torch.Tensor)
+        context.batch, context.result = batch, result
+        return Layer(name, staged.shape, DTYPE_CODES[staged.dtype], staged.data_ptr(), result.data_ptr(), factor,
+                     context)
+
+    def _ticket(self, batch: _Batch, process_set_id: int, group: str | None, grouped: bool) -> _Ticket:
+        """The batch's ticket, or a group's own."""
+        ticket = batch.ticket
+        if grouped or ticket is None:
+            label = f"{self._name}.ticket.{process_set_id}.{batch.device.type}.{batch.number % 4}"
+            if grouped:  # Horovod waits for every group by a handle of its own
+                # By name where there is one: the order in which groups fill up may differ between ranks.
+                label += f".noname.{batch.n_groups}" if group is None else f".group.{group}"
+                batch.n_groups += group is None
+            ticket = _Ticket(*seam.ticket(label, process_set_id))
+            if not grouped:
+                batch.ticket = ticket
         if not batch.gated:  # a rank in hvd.join() would never answer a bucket that starts in backward
+            assert batch.exchange is not None
             handle, word = ticket.handle, ticket.word
             batch.exchange.gate = lambda: word is not None and mpi_ops.poll(handle) and int(word[0]) == batch.size
             batch.gated = True
-        for name, context, factor in entries:
-            staged, result = context.staged, context.result
-            if batch.size == 1:  # nothing to agree on and nothing to round
-                torch.mul(staged, factor, out=result)
-                continue
-            layer = Layer(name, tuple(staged.shape), DTYPE_CODES[staged.dtype], staged.data_ptr(),
-                          result.data_ptr(), factor, context)
-            with _on(batch.device):
-                batch.exchange.submit(layer)
         return ticket
+
+    def _hand_in(self, batch: _Batch, layers: list[Layer]) -> None:
+        """Submit layers to the exchange."""
+        assert batch.exchange is not None
+        if batch.size == 1:  # nothing to agree on and nothing to round
+            for layer in layers:
+                torch.mul(layer.keep.staged, layer.factor, out=layer.keep.result)
+        elif batch.device.type == "cpu":
+            for layer in layers:
+                batch.exchange.submit(layer)
+        else:
+            with torch.cuda.device(batch.device):
+                for layer in layers:
+                    batch.exchange.submit(layer)
 
     def _open_batch(self, process_set_id: int, device: torch.device) -> _Batch:
         world = mpi_ops._handle_map  # hvd.init() makes a new one: another world
-        key = (process_set_id, str(device))
+        key = (process_set_id, device)
         batch = self._batches.get(key)
         if batch is None or batch.flushed or batch.world is not world:
             same_world = batch is not None and batch.world is world  # a worker that joined starts from 0 as well
             batch = _Batch(batch.number + 1 if same_world and batch is not None else 0, world, device)
             if self._options.transport == "allreduce":
                 batch.carrier = self._carrier(process_set_id)
+                batch.size = batch.carrier.size
             else:
                 batch.exchange = self._exchange(process_set_id, device)
+                batch.size = batch.exchange.transport.size
             self._batches[key] = batch
         return batch
 

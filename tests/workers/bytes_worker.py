@@ -1,46 +1,96 @@
-"""One rank of tests/test_bytes.py: trains with each compression in turn and counts what its host sends."""
+"""One rank of tests/test_bytes.py: trains with each compression in turn and counts what its host sends.
+
+`python tests/workers/bytes_worker.py torch|tensorflow`
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import horovod.torch as hvd
-import torch
 from cluster import interface_bytes
 
-from horovod_aps.torch import APSCompressor
-
 N_STEPS = 3
+WIDTHS = (1000, 1000, 1000, 1000, 10)  # three million parameters, in layers of 10 to a million
 
 
-def train(compression: object, n_steps: int) -> int:
-    """Bytes that this host sends in some steps of a net with three million parameters, in layers of 10 to a million."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(1000, 1000), torch.nn.Tanh(), torch.nn.Linear(1000, 1000), torch.nn.Tanh(),
-        torch.nn.Linear(1000, 1000), torch.nn.Tanh(), torch.nn.Linear(1000, 10),
-    )
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), 0.01), named_parameters=model.named_parameters(), compression=compression
-    )
-    start = 0
-    for step in range(n_steps + 1):
-        if step == 1:  # the first step agrees on the batch
-            hvd.barrier()
-            start = interface_bytes()
-        x = torch.randn(4, 1000, generator=torch.Generator().manual_seed(100 * step + hvd.rank()))
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-    hvd.barrier()
+def count(step: Callable[[int], None], barrier: Callable[[], None]) -> int:
+    """Bytes that this host sends in some steps; the first one, which agrees on the batch, does not count."""
+    step(0)
+    barrier()
+    start = interface_bytes()
+    for number in range(1, N_STEPS + 1):
+        step(number)
+    barrier()
     return interface_bytes() - start
 
 
+def torch_steps(hvd: Any, compression: Any) -> Callable[[int], None]:
+    import torch
+
+    torch.manual_seed(0)
+    layers: list[torch.nn.Module] = []
+    for width, next_width in zip(WIDTHS, WIDTHS[1:], strict=False):
+        layers += [torch.nn.Linear(width, next_width), torch.nn.Tanh()]
+    model = torch.nn.Sequential(*layers)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.01), named_parameters=model.named_parameters(), compression=compression
+    )
+
+    def step(number: int) -> None:
+        x = torch.randn(4, WIDTHS[0], generator=torch.Generator().manual_seed(100 * number + hvd.rank()))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def tensorflow_steps(hvd: Any, compression: Any) -> Callable[[int], None]:
+    import tensorflow as tf
+
+    variables = []
+    for width, next_width in zip(WIDTHS, WIDTHS[1:], strict=False):
+        variables.append(tf.Variable(tf.random.stateless_normal((width, next_width), [0, 1]) / width**0.5))
+        variables.append(tf.Variable(tf.zeros(next_width)))
+
+    @tf.function
+    def train(x: tf.Tensor) -> None:
+        with tf.GradientTape() as inner:
+            for weight, bias in zip(variables[::2], variables[1::2], strict=True):
+                x = tf.tanh(x @ weight + bias)
+            loss = tf.reduce_mean(x**2)
+        tape = hvd.DistributedGradientTape(inner, compression=compression, num_groups=1)
+        for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+            variable.assign_sub(0.01 * gradient)
+
+    return lambda number: train(tf.random.stateless_normal((4, WIDTHS[0]), [number, hvd.rank()]))
+
+
 def main() -> None:
+    framework = sys.argv[1]
+    if framework == "torch":
+        import horovod.torch as hvd
+        import torch
+
+        from horovod_aps.torch import APSCompressor
+
+        steps, barrier = torch_steps, hvd.barrier
+        gather = lambda n: hvd.allgather(torch.tensor([n]), name="sent").tolist()  # noqa: E731
+    else:
+        import horovod.tensorflow as hvd
+        import tensorflow as tf
+
+        from horovod_aps.tensorflow import APSCompressor
+
+        steps = tensorflow_steps
+        barrier = lambda: hvd.allreduce(tf.zeros(1), name="barrier")  # noqa: E731
+        gather = lambda n: hvd.allgather(tf.constant([n]), name="sent").numpy().tolist()  # noqa: E731
     hvd.init()
     compressions = {
         "fp32": hvd.Compression.none,
@@ -51,8 +101,7 @@ def main() -> None:
     sent = {}
     for name, compression in compressions.items():
         # The better of two: on a busy machine TCP sends some segments twice, which is nobody's compression.
-        mine = min(train(compression, N_STEPS) for _ in range(2))
-        sent[name] = hvd.allgather(torch.tensor([mine]), name="sent").tolist()
+        sent[name] = gather(min(count(steps(hvd, compression), barrier) for _ in range(2)))
     if hvd.rank() == 0:
         print("SENT " + json.dumps(sent), flush=True)
 
