@@ -203,9 +203,9 @@ class Exchange:
             request = self.transport.max(self._header(None, []), 0)
             while not request.done():
                 yield False
-            n_sent += 1
+            n_sent, n_wanted = n_sent + 1, int(request.result()[5])
             if self.transport.overlaps:
-                n_headers = max(n_headers, int(request.result()[5]))
+                n_headers = max(n_headers, n_wanted)
 
     def _reduce_unplanned(self, batch: dict[str, Layer], rest: list[Layer]) -> Generator[bool, None, None]:
         """Agree with all ranks on the batch, remember it, and reduce the layers that are left of it."""
@@ -346,23 +346,29 @@ class Exchange:
         exponents = self._final_exponents(shared[HEADER_WORDS:HEADER_WORDS + len(layers)], plan, bucket)
         table["exponent"] = exponents[segment_layer]
 
-        # Encode, and keep what rounding loses.
-        phase("APS_ENCODE")
-        self.kernels.encode(table, buffers.send, self._seed(transport.rank))
-        self._account(plan, bucket, buffers, exponents)
-        if self.options.error_feedback:
-            self.kernels.residual(table, buffers.send)
-
         mode = ACCUMULATE_CODES[self.options.accumulate]
         if bucket.n_shards == 1:
-            phase("APS_ALLGATHER", len(buffers.send))
-            request = transport.allgather(buffers.send, [len(buffers.send)] * transport.size, buffers.recv, index)
-            yield request
-            phase("APS_DECODE")
+            # Two ranks swap everything, part by part: one is on its way while the next is encoded.
+            requests = []
+            for part, (rows, span) in enumerate(buffers.parts):
+                phase("APS_ENCODE")
+                self.kernels.encode(_part(table, rows, span), buffers.send[span], self._seed(transport.rank))
+                phase("APS_ALLGATHER", span.stop - span.start)
+                slot = index + part * len(plan.buckets)
+                requests.append(transport.allgather(buffers.send[span], [span.stop - span.start] * transport.size,
+                                                    buffers.recv[span], slot))
+            self._keep_losses(plan, bucket, buffers, exponents)
             self._point_at_targets(buffers, bucket, plan, targets)
-            self.kernels.decode(table, request.result(), mode)
+            for (rows, span), request in zip(buffers.parts, requests):
+                yield request
+                phase("APS_DECODE")
+                self.kernels.decode(_part(table, rows, span), request.result(), mode)
             phase.end()
             return
+
+        phase("APS_ENCODE")
+        self.kernels.encode(table, buffers.send, self._seed(transport.rank))
+        self._keep_losses(plan, bucket, buffers, exponents)
 
         # Scatter, reduce my shard, gather everyone's.
         phase("APS_ALLTOALL", len(buffers.send) - buffers.n_payload)
@@ -389,11 +395,16 @@ class Exchange:
         for shard, message in enumerate(request.result()):
             first, last = bucket.shard_segments[shard], bucket.shard_segments[shard + 1]
             n_exponents = EXPONENT_BYTES * int(last - first)
-            part = table[first:last].copy()
-            part["offset"] -= bucket.shard_bytes[shard]
+            part = _part(table, slice(first, last), slice(bucket.shard_bytes[shard], None))
             part["exponent"] = message[len(message) - n_exponents:].view("<i2")
             self.kernels.decode(part, [message[:len(message) - n_exponents]], 0)
         phase.end()
+
+    def _keep_losses(self, plan: Plan, bucket: BucketLayout, buffers: Buffers, exponents: np.ndarray) -> None:
+        """Count what was encoded, and keep what rounding has lost for the next step."""
+        self._account(plan, bucket, buffers, exponents)
+        if self.options.error_feedback:
+            self.kernels.residual(buffers.table, buffers.send)
 
     def _final_exponents(self, shared: np.ndarray, plan: Plan, bucket: BucketLayout) -> np.ndarray:
         """The exponents to encode with: as shared, or as the paper's low-precision sums need them."""
@@ -459,6 +470,13 @@ class Exchange:
             measured = self.kernels.measure(buffers.table, buffers.send)
         self.statistics.add_layers([plan.specs[i] for i in bucket.layers], exponents, bucket.layer_of_segment,
                                    measured)
+
+
+def _part(table: np.ndarray, rows: slice, span: slice) -> np.ndarray:
+    """Some segments of a table, with offsets into their own bytes of the message."""
+    part = table[rows].copy()
+    part["offset"] -= span.start
+    return part
 
 
 def _abandon(flight: Flight | None) -> None:

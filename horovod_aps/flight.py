@@ -57,11 +57,11 @@ class Buffers:
         self.item_offsets = self.table["first"] * np.array(ITEM_SIZES)[self.table["dtype"]]
         self.residual_offsets = self.table["first"] * 4
         n_bytes = int(bucket.shard_bytes[-1])
-        if bucket.n_shards == 1:
-            n_bytes += -n_bytes % 4  # whole words, which some transports need
-            self.send, self.recv = kernels.alloc(n_bytes), kernels.alloc(n_bytes * (size - 1))
-            return
         self.send = kernels.alloc(n_bytes)
+        if bucket.n_shards == 1:
+            self.recv = kernels.alloc(n_bytes * (size - 1))
+            self.parts = bucket.parts()
+            return
         self.mine = bucket.shard_table(rank)
         self.scratch: Any = None  # the unrounded sums, for error feedback
         self.n_payload = int(bucket.shard_bytes[rank + 1] - bucket.shard_bytes[rank])

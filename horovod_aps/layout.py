@@ -16,8 +16,10 @@ import numpy as np
 from horovod_aps.kernels import RAW, SEGMENT, SPECIALS
 from horovod_aps.options import WireFormat
 
-MAX_LAYERS = 128  # layers per bucket: what one fixed-size exponent message has room for
+MAX_LAYERS = 256  # layers per bucket: what one fixed-size exponent message has room for
 UNIT = 8  # elements; segments start at multiples of it, which is a whole number of bytes at any width
+PIECE = 1 << 20  # elements of a part of a bucket that two ranks swap while the next one is encoded
+WORD = 4  # bytes; such parts start and end at multiples of it, which some transports need
 EXPONENT_BYTES = 2  # per segment, behind the packed sums of a shard
 ITEM_SIZES = (4, 8, 2, 2)  # bytes per element, by dtype code
 
@@ -53,6 +55,18 @@ class BucketLayout:
     def n_shards(self) -> int:
         """Number of shards."""
         return len(self.shard_bytes) - 1
+
+    def parts(self) -> list[tuple[slice, slice]]:
+        """Segments and bytes of the parts that two ranks swap one after the other, of at least PIECE elements."""
+        parts, first, filled = [], 0, 0
+        for row, n in enumerate(self.segments["n"], start=1):
+            filled += int(n)
+            if filled >= PIECE or row == len(self.segments):
+                start = int(self.segments["offset"][first])
+                end = int(self.segments["offset"][row]) if row < len(self.segments) else int(self.shard_bytes[-1])
+                parts.append((slice(first, row), slice(start, end)))
+                first, filled = row, 0
+        return parts
 
     def shard_table(self, shard: int) -> np.ndarray:
         """Segments of one shard with offsets from the start of that shard's message."""
@@ -104,12 +118,15 @@ def lay_out_bucket(specs: Sequence[LayerSpec], layers: Sequence[int], n_shards: 
             take = n - first
             if shard < n_shards - 1:
                 take = min(take, -(-room // bits) * UNIT)  # `bits` bytes hold UNIT elements
+            elif n_shards == 1:
+                take = min(take, PIECE)
             if take == 0:
                 shard += 1
                 shard_bytes.append(offset)
                 continue
             rows.append((shard, position, first, take, offset))
             offset += packed_bytes(take, bits)
+            offset += -offset % WORD if n_shards == 1 else 0
             first += take
     while len(shard_bytes) <= n_shards:
         shard_bytes.append(offset)

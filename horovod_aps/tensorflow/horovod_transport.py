@@ -58,6 +58,11 @@ class HorovodTransport:
         return _Finished(_split(np.asarray(output), [n] * self.size))
 
     def allgather(self, message: np.ndarray, sizes: Sequence[int], recv: np.ndarray, slot: int) -> _Finished:
+        if self.size == 2 and sizes[0] == sizes[1] and len(message) % 4 == 0:
+            # As in torch/horovod_transport.py: the sum modulo 2^32, less one's own message, is the other's.
+            mine = message.view(np.int32)
+            other = (allreduce(mine, mpi_ops.Sum, self._id) - mine).view(np.uint8)
+            return _Finished([message, other] if self.rank == 0 else [other, message])
         return _Finished(_split(self._allgather(message), sizes))
 
     def gather_bytes(self, payload: bytes, slot: int) -> _Finished:

@@ -124,10 +124,12 @@ class APSCompressor(BaseCompressor, Compressor):
             ticket = _Ticket(batch.carrier.submit([(layer.name, layer.keep.staged, layer.keep.result, layer.dtype,
                                                     layer.factor) for layer in layers]), None)
         else:
-            ticket = self._ticket(batch, process_set_id, group, grouped)
+            ticket = batch.ticket
+            if grouped or ticket is None:
+                ticket = self._new_ticket(batch, process_set_id, group, grouped)
             self._hand_in(batch, layers)
-        for tensor in tensors:
-            tensor.aps_context.ticket = ticket
+        for layer in layers:
+            layer.keep.ticket = ticket
         return ticket.handle
 
     def _layer(self, batch: _Batch, tensor: seam.WireTensor, output: torch.Tensor, name: str | None,
@@ -143,18 +145,16 @@ class APSCompressor(BaseCompressor, Compressor):
         return Layer(name, staged.shape, DTYPE_CODES[staged.dtype], staged.data_ptr(), result.data_ptr(), factor,
                      context)
 
-    def _ticket(self, batch: _Batch, process_set_id: int, group: str | None, grouped: bool) -> _Ticket:
-        """The batch's ticket, or a group's own."""
-        ticket = batch.ticket
-        if grouped or ticket is None:
-            label = f"{self._name}.ticket.{process_set_id}.{batch.device.type}.{batch.number % 4}"
-            if grouped:  # Horovod waits for every group by a handle of its own
-                # By name where there is one: the order in which groups fill up may differ between ranks.
-                label += f".noname.{batch.n_groups}" if group is None else f".group.{group}"
-                batch.n_groups += group is None
-            ticket = _Ticket(*seam.ticket(label, process_set_id))
-            if not grouped:
-                batch.ticket = ticket
+    def _new_ticket(self, batch: _Batch, process_set_id: int, group: str | None, grouped: bool) -> _Ticket:
+        """A ticket for the batch, or for a group alone: Horovod waits for every group by a handle of its own."""
+        label = f"{self._name}.ticket.{process_set_id}.{batch.device.type}.{batch.number % 4}"
+        if grouped:
+            # By name where there is one: the order in which groups fill up may differ between ranks.
+            label += f".noname.{batch.n_groups}" if group is None else f".group.{group}"
+            batch.n_groups += group is None
+        ticket = _Ticket(*seam.ticket(label, process_set_id))
+        if not grouped:
+            batch.ticket = ticket
         if not batch.gated:  # a rank in hvd.join() would never answer a bucket that starts in backward
             assert batch.exchange is not None
             handle, word = ticket.handle, ticket.word

@@ -11,7 +11,9 @@ from horovod_aps.kernels import RAW, SPECIALS
 from horovod_aps.layout import (
     EXPONENT_BYTES,
     MAX_LAYERS,
+    PIECE,
     UNIT,
+    WORD,
     BucketLayout,
     LayerSpec,
     lay_out_bucket,
@@ -47,7 +49,23 @@ def check(specs: list[LayerSpec], bucket: BucketLayout) -> None:
             assert segment["flags"] == SPECIALS * fmt.specials | RAW * fmt.raw
             assert segment["dtype"] == specs[layer].dtype and segment["factor"] == np.float32(specs[layer].factor)
     assert all(np.all(counts == 1) for counts in seen.values())
-    assert np.all(used == 1), "the message has holes or overlaps"
+    assert np.all(used <= 1), "segments overlap"
+    if bucket.n_shards > 1:
+        assert np.all(used == 1), "the message has holes"
+        return
+    assert np.sum(used == 0) < WORD * len(bucket.segments) or used.size == 0
+    assert np.all(bucket.segments["offset"] % WORD == 0) and used.size % WORD == 0
+
+
+@pytest.mark.parametrize("sizes", [(5,), (PIECE,), (PIECE + 1, 7), (3 * PIECE + 9, 10, PIECE - 20, 11)], ids=str)
+def test_parts_cover_the_bucket_in_order(sizes):
+    specs = [spec(i, n) for i, n in enumerate(sizes)]
+    bucket = plan_buckets(specs, 2, 1000.0)[0]
+    rows, spans = zip(*bucket.parts())
+    for slices, end in ((rows, len(bucket.segments)), (spans, bucket.shard_bytes[-1])):
+        assert [s.start for s in slices] == [0, *[s.stop for s in slices[:-1]]] and slices[-1].stop == end
+    filled = [int(bucket.segments["n"][r].sum()) for r in rows]
+    assert all(PIECE <= n < 3 * PIECE for n in filled[:-1]) and sum(filled) == sum(sizes)
     counts = np.diff(bucket.shard_segments)
     assert np.array_equal(np.diff(bucket.gather_bytes), np.diff(bucket.shard_bytes) + EXPONENT_BYTES * counts)
 
