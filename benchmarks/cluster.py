@@ -192,8 +192,9 @@ class Cluster:
                 "btl_tcp_if_include": f"{SUBNET}.0/24",
                 "oob_tcp_if_include": f"{SUBNET}.0/24",
             }
-        if n_ranks > (os.cpu_count() or 1):
-            # Each host believes that it has all cores to itself, so Open MPI does not see that ranks share.
+        if 2 * n_ranks > (os.cpu_count() or 1):
+            # A rank has two threads, its own and Horovod's, and each host believes that it has all cores to itself.
+            # Without this the thread that waits in MPI keeps the others from the cores: all methods get slower.
             mca["mpi_yield_when_idle"] = "1"
         for key, value in (mca | dict(extra_mca or {})).items():
             command += ["--mca", key, value]

@@ -19,6 +19,7 @@ from horovod_aps.options import WireFormat
 MAX_LAYERS = 256  # layers per bucket: what one fixed-size exponent message has room for
 UNIT = 8  # elements; segments start at multiples of it, which is a whole number of bytes at any width
 PIECE = 1 << 20  # elements of a part of a bucket that two ranks swap while the next one is encoded
+FIRST = 1 << 18  # elements of the first of several buckets
 WORD = 4  # bytes; such parts start and end at multiples of it, which some transports need
 EXPONENT_BYTES = 2  # per segment, behind the packed sums of a shard
 ITEM_SIZES = (4, 8, 2, 2)  # bytes per element, by dtype code
@@ -90,13 +91,17 @@ def packed_bytes(n_elements: int, bits: int) -> int:
 def split_into_buckets(specs: Sequence[LayerSpec], bucket_mb: float) -> list[list[int]]:
     """Cut the layers, in the given order, into runs of about `bucket_mb` MB of fp32 gradient.
 
-    A layer is never split: one larger than a bucket has a bucket to itself.
+    A layer is never split: one larger than a bucket has a bucket to itself. If there are several buckets, the first is
+    a small one, so that the network has something to do early in backward.
     """
-    limit = bucket_mb * 1e6 / 4
+    full = bucket_mb * 1e6 / 4
+    several = sum(spec.n_elements for spec in specs) > full
+    limit = min(full, FIRST) if several else full
     buckets: list[list[int]] = []
     filled = 0
     for index, spec in enumerate(specs):
         if not buckets or filled + spec.n_elements > limit or len(buckets[-1]) == MAX_LAYERS:
+            limit = full if buckets else limit
             buckets.append([])
             filled = 0
         buckets[-1].append(index)
