@@ -1,7 +1,8 @@
 """One worker of the elastic tests: trains, kills one worker, has another one added, and writes down what it saw.
 
 `python tests/elastic_worker.py torch|tensorflow <folder>`; the folder has `hosts`, which the discovery script prints.
-The worker on the host `victim` kills itself with SIGKILL at step KILL_AT; rank 0 adds the host `late` at ADD_AT.
+The worker on the host (or of the rank) `victim` kills itself with SIGKILL at step KILL_AT, once; rank 0 adds the host
+`late` at ADD_AT.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def record(hvd: Any, state: Any, total: float, weights: bytes, compressor: Any) 
 
 def events(hvd: Any, state: Any) -> None:
     """What happens to the job, at steps that all workers count alike."""
-    if state.step == KILL_AT and HOST == PLAN["victim"]:
+    if state.step == KILL_AT and not (FOLDER / "killed").exists() and PLAN["victim"] in (HOST, hvd.rank()):
+        (FOLDER / "killed").write_text(HOST)
         os.kill(os.getpid(), signal.SIGKILL)
     if state.step == ADD_AT and hvd.rank() == 0:
         hosts = (FOLDER / "hosts").read_text()
