@@ -39,8 +39,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "feedback": {"error_feedback": True},
 }
 RECIPES = {
-    "classification": {"epochs": 10, "batch": 128, "lr": 0.1},
-    "segmentation": {"epochs": 30, "batch": 8, "lr": 0.1},
+    "classification": {"epochs": 6, "batch": 128, "lr": 0.1},
+    "segmentation": {"epochs": 12, "batch": 8, "lr": 0.1},
 }
 
 
@@ -245,7 +245,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--epochs", type=int, help="default: 10 and 30")
+    parser.add_argument("--epochs", type=int, help="default: 6 and 12")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
     parser.add_argument(
         "--report", action="store_true", help="train nothing, only write the tables and the plot"

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from horovod_aps.layout import PIECE
+
 GBIT = 1e9 / 8
 SCHEMA = 1
 
@@ -294,6 +296,8 @@ def predict_exchange(
     if n_ranks == 1:
         return Prediction(backward, 0.0, 0.0, 0.0, 0.0, 0)
     rates, slow, sent = machine.kernel_rates(exp_bits, man_bits), machine.slowdown(n_ranks), 0.0
+    if n_ranks == 2:  # large layers go piece by piece
+        sizes = [min(PIECE, size - first) for size in sizes for first in range(0, max(size, 1), PIECE)]
     groups = buckets(sizes, machine.bucket_bytes)
     jobs = []
     for group, ready in zip(groups, _ready_times(groups, backward), strict=True):

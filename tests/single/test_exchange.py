@@ -14,6 +14,7 @@ from reference import Format
 
 from horovod_aps.exchange import Exchange, Layer, local_allreduce
 from horovod_aps.kernels import CpuKernels
+from horovod_aps.layout import PIECE
 from horovod_aps.options import Options
 from horovod_aps.transport import LocalTransport
 
@@ -336,3 +337,32 @@ def test_exchange_forget_drops_what_the_old_world_taught():
         exchange.forget()
     outs, _ = reduce_all(grads, Options(4, 3), 1.0, exchanges)
     assert_same_bits(outs[0]["layer0"], expected(grads, Format(4, 3))["layer0"])
+
+
+@pytest.mark.parametrize("fmt", [(4, 3), (3, 0), (3, 1)], ids=str)
+def test_exchange_of_layers_in_several_parts_equals_simulation(fmt):
+    check(make_gradients((2 * PIECE + 5, 11, 13, PIECE - 3), 2), Options(*fmt), 0.5)
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3, 4, 8])
+def test_exchange_needs_at_most_0_8_bytes_per_byte_of_gradient(n_ranks):
+    """Oracle: the bytes that the real kernels are asked to allocate, at 8 bits, for a layer and many small ones."""
+
+    class CountingKernels(CpuKernels):
+        def __init__(self) -> None:
+            self.n_bytes = 0
+
+        def alloc(self, n_bytes: int) -> np.ndarray:
+            self.n_bytes += n_bytes
+            return super().alloc(n_bytes)
+
+        def zeros(self, n: int) -> np.ndarray:
+            self.n_bytes += 4 * n
+            return super().zeros(n)
+
+    grads = make_gradients((3_000_000, *[64] * 300, 1_000_000), n_ranks)
+    kernels = CountingKernels()
+    n_gradient = sum(g.nbytes for g in grads[0].values())
+    layers = [layers_of(rank, {}) for rank in grads]
+    local_allreduce(layers, Options(4, 3), kernels)
+    assert 0 < kernels.n_bytes / n_ranks <= 0.8 * n_gradient
