@@ -350,11 +350,11 @@ class Exchange:
         if bucket.n_shards == 1:
             # Two ranks swap everything, part by part: one is on its way while the next is encoded.
             requests = []
-            for part, (rows, span) in enumerate(buffers.parts):
+            for k, (rows, span) in enumerate(buffers.parts):
                 phase("APS_ENCODE")
                 self.kernels.encode(_part(table, rows, span), buffers.send[span], self._seed(transport.rank))
                 phase("APS_ALLGATHER", span.stop - span.start)
-                slot = index + part * len(plan.buckets)
+                slot = index + k * len(plan.buckets)
                 requests.append(transport.allgather(buffers.send[span], [span.stop - span.start] * transport.size,
                                                     buffers.recv[span], slot))
             self._keep_losses(plan, bucket, buffers, exponents)

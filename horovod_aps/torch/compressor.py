@@ -124,9 +124,8 @@ class APSCompressor(BaseCompressor, Compressor):
             ticket = _Ticket(batch.carrier.submit([(layer.name, layer.keep.staged, layer.keep.result, layer.dtype,
                                                     layer.factor) for layer in layers]), None)
         else:
-            ticket = batch.ticket
-            if grouped or ticket is None:
-                ticket = self._new_ticket(batch, process_set_id, group, grouped)
+            shared = None if grouped else batch.ticket
+            ticket = shared or self._new_ticket(batch, process_set_id, group, grouped)
             self._hand_in(batch, layers)
         for layer in layers:
             layer.keep.ticket = ticket
