@@ -73,7 +73,7 @@ def main() -> None:
     optimizer = hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), compression=compression
     )
-    step = training.restore(args, model, optimizer, amp)
+    step = training.restore(args, model, optimizer, amp, compression)
     log = training.Log(args.log_dir)
     n_batches = len(train_loader)
     last_step = min(args.epochs * n_batches, args.max_steps or sys.maxsize)
@@ -102,7 +102,7 @@ def main() -> None:
                     accuracy.update(hits.float().mean(), len(labels))
             top1 = accuracy.over_ranks()
             log.add(step, train_loss=loss.item(), test_accuracy=top1)
-            training.save_checkpoint(args.checkpoint, model, optimizer, amp, step)
+            training.save_checkpoint(args.checkpoint, model, optimizer, amp, step, compression)
             if hvd.rank() == 0:
                 bar.write(f"step {step}: test accuracy {top1:.2%}")
     log.close()

@@ -115,7 +115,7 @@ def main() -> None:
     optimizer = hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), compression=compression
     )
-    step = training.restore(args, model, optimizer, amp)
+    step = training.restore(args, model, optimizer, amp, compression)
     log = training.Log(args.log_dir)
     last_step = min(args.epochs * len(train_loader), args.max_steps or sys.maxsize)
 
@@ -144,7 +144,7 @@ def main() -> None:
         val_loss, accuracy = evaluate(model, val_loader, device, args)
         mean_loss = train_loss.over_ranks()
         log.add(step, train_loss=mean_loss, train_rate=rate, val_loss=val_loss, val_accuracy=accuracy)
-        training.save_checkpoint(args.checkpoint, model, optimizer, amp, step)
+        training.save_checkpoint(args.checkpoint, model, optimizer, amp, step, compression)
         if hvd.rank() == 0:
             print(
                 f"epoch {epoch + 1}: step {step}, train loss {mean_loss:.3f}, val loss {val_loss:.3f}, "

@@ -127,7 +127,7 @@ def main() -> None:
     optimizer = hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), compression=compression
     )
-    step = training.restore(args, model, optimizer, amp)
+    step = training.restore(args, model, optimizer, amp, compression)
     log = training.Log(args.log_dir)
     last_step = min(args.epochs * len(train_loader), args.max_steps or sys.maxsize)
 
@@ -157,7 +157,7 @@ def main() -> None:
                     break
         mean_loss, iou = train_loss.over_ranks(), evaluate(model, val_loader, device, n_classes, args)
         log.add(step, train_loss=mean_loss, train_rate=rate, val_iou=iou)
-        training.save_checkpoint(args.checkpoint, model, optimizer, amp, step)
+        training.save_checkpoint(args.checkpoint, model, optimizer, amp, step, compression)
         if hvd.rank() == 0:
             print(
                 f"epoch {epoch + 1}: step {step}, train loss {mean_loss:.3f}, mean IoU {iou:.3f}", flush=True

@@ -13,6 +13,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 from torch.utils.data.distributed import DistributedSampler
 
+from horovod_aps.torch import APSCompressor
+
 
 def pick_device(args: argparse.Namespace) -> torch.device:
     """This rank's GPU if there is one, else the CPU; seeds the generators."""
@@ -88,26 +90,36 @@ class Mean:
 
 
 def save_checkpoint(
-    path: Path | None, model: torch.nn.Module, optimizer: Any, amp: MixedPrecision, step: int
+    path: Path | None, model: torch.nn.Module, optimizer: Any, amp: MixedPrecision, step: int, compression: Any
 ) -> None:
-    """Horovod: rank 0 writes what all ranks have in common; a crash leaves the old file or the new one."""
-    if path is None or hvd.rank() != 0:
+    """Horovod: rank 0 writes what all ranks have in common; a crash leaves the old file or the new one.
+
+    APS: every rank writes what error feedback has kept, in a file of its own.
+    """
+    if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
-    torch.save(
-        {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "scaler": amp.scaler.state_dict(),
-            "step": step,
-        },
-        unfinished,
-    )
+    if isinstance(compression, APSCompressor):
+        _save({"step": step, "compressor": compression.state_dict()}, _own(path))
+    if hvd.rank() == 0:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+        _save({**state, "scaler": amp.scaler.state_dict()}, path)
+
+
+def _save(state: dict[str, Any], path: Path) -> None:
+    unfinished = path.with_name(path.name + ".unfinished")
+    torch.save(state, unfinished)
     unfinished.replace(path)
 
 
-def restore(args: argparse.Namespace, model: torch.nn.Module, optimizer: Any, amp: MixedPrecision) -> int:
+def _own(path: Path) -> Path:
+    """This rank's own file beside the checkpoint."""
+    return path.with_name(f"{path.name}.rank{hvd.rank()}")
+
+
+def restore(
+    args: argparse.Namespace, model: torch.nn.Module, optimizer: Any, amp: MixedPrecision, compression: Any
+) -> int:
     """Start all ranks alike, from rank 0's checkpoint or random weights; returns the steps already done."""
     step = 0
     if args.resume and hvd.rank() == 0 and args.checkpoint.exists():
@@ -122,6 +134,10 @@ def restore(args: argparse.Namespace, model: torch.nn.Module, optimizer: Any, am
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     step, scaler_state = hvd.broadcast_object((step, amp.scaler.state_dict()), root_rank=0)
     amp.scaler.load_state_dict(scaler_state)
+    if step and isinstance(compression, APSCompressor) and _own(args.checkpoint).exists():
+        own = torch.load(_own(args.checkpoint), weights_only=True)
+        if own["step"] == step:
+            compression.load_state_dict(own["compressor"])
     return int(step)
 
 
