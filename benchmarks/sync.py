@@ -271,7 +271,8 @@ def main() -> int:
         return status
     if arguments.scaling:
         print(scaling_table(results))
-    machine = {"cores": os.cpu_count(), "seconds": time.monotonic() - start, "command": " ".join(sys.argv)}
+    command = " ".join(["benchmarks/sync.py", *sys.argv[1:]])
+    machine = {"cores": os.cpu_count(), "seconds": time.monotonic() - start, "command": command}
     (arguments.out / f"{name}.json").write_text(
         json.dumps({"machine": machine, "results": results}, indent=1)
     )

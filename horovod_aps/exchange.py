@@ -10,6 +10,7 @@ rank that differs is noticed before any byte is misread.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -22,7 +23,7 @@ from horovod_aps import agreement, timeline
 from horovod_aps.auto import AutoChooser, format_table
 from horovod_aps.flight import POLL_SECONDS, Buffers, Flight, Job, Layer, Plan, Steps
 from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO, SUM_FLOAT, SUM_FORMAT, SUM_KAHAN
-from horovod_aps.layout import EXPONENT_BYTES, MAX_LAYERS, BucketLayout, LayerSpec
+from horovod_aps.layout import EXPONENT_BYTES, MAX_LAYERS, BucketLayout, LayerSpec, part_of
 from horovod_aps.log import logger, trace
 from horovod_aps.options import Options
 from horovod_aps.statistics import Statistics
@@ -32,6 +33,7 @@ ACCUMULATE_CODES = {"float32": SUM_FLOAT, "format": SUM_FORMAT, "kahan": SUM_KAH
 MAX_PLANS = 64  # batches remembered; an older one is agreed on anew when it comes back
 LOOK_SECONDS = 500e-6  # between looks from within backward
 HEADER_WORDS = 6  # digest, its negation, a flag, and the number of buckets, ahead of the exponents of a bucket
+N_BUCKETS_WORD = 5  # where the number of buckets is
 _abandoned: list[Flight] = []
 
 
@@ -68,11 +70,12 @@ class Exchange:
             if flight is None:
                 if len(self._pending) > 1 or not self.transport.overlaps:
                     return
-                flight = self._flight = self._take_off_with(layer.name)
-                if flight is None:
+                plan = self._plan_with(layer.name)
+                if plan is None:
                     return
+                flight = self._flight = Flight(plan)
             is_full = flight.arrive(layer)
-            if self.gate is None or self._gate_is_open():
+            if self._gate_is_open():
                 self._look_after(flight, is_full)
 
     def _gate_is_open(self) -> bool:
@@ -162,10 +165,9 @@ class Exchange:
 
     def _board(self, batch: Mapping[str, Layer]) -> Flight | None:
         """The flight of a whole batch, if its make-up is known; most are as the one before."""
-        flight = self._take_off_with(next(iter(batch)))
-        if flight is not None and sum(flight.missing) == len(batch):
-            for layer in batch.values():
-                flight.arrive(layer)
+        plan = self._plan_with(next(iter(batch)))
+        if plan is not None and len(plan.specs) == len(batch):
+            flight = Flight.of(plan, batch.values())
             if not any(flight.missing):
                 return flight
         plan = self._plans.get(agreement.describe(self._specs(batch.values()), self.options))
@@ -173,10 +175,7 @@ class Exchange:
             return None
         plan.options, plan.warm = self.options, self._is_warm()
         self._plan_of.update((spec.name, plan) for spec in plan.specs)
-        flight = Flight(plan)
-        for layer in batch.values():
-            flight.arrive(layer)
-        return flight
+        return Flight.of(plan, batch.values())
 
     # ---- agreeing on a batch ------------------------------------------------------------------------------
 
@@ -203,7 +202,7 @@ class Exchange:
             request = self.transport.max(self._header(None, []), 0)
             while not request.done():
                 yield False
-            n_sent, n_wanted = n_sent + 1, int(request.result()[5])
+            n_sent, n_wanted = n_sent + 1, int(request.result()[N_BUCKETS_WORD])
             if self.transport.overlaps:
                 n_headers = max(n_headers, n_wanted)
 
@@ -217,9 +216,7 @@ class Exchange:
         order = agreement.settle(proposals)
         ranked = sorted(rest, key=lambda layer: order[layer.name])
         plan = self._remember(self._specs(ranked))
-        flight = Flight(plan)
-        for layer in ranked:
-            flight.arrive(layer)
+        flight = Flight.of(plan, ranked)
         yield from self._fly(flight)
         if flight.agreed_names() != {layer.name for layer in ranked}:
             raise RuntimeError("APSCompressor: ranks agreed on a batch, then sent different ones; please report this")
@@ -263,12 +260,12 @@ class Exchange:
 
     # ---- flying a planned batch ---------------------------------------------------------------------------
 
-    def _take_off_with(self, name: str) -> Flight | None:
-        """A flight of the batch that the layer was last seen in, if its formats still hold."""
+    def _plan_with(self, name: str) -> Plan | None:
+        """The plan of the batch that the layer was last seen in, if its formats still hold."""
         plan = self._plan_of.get(name)
         if plan is None or plan.options is not self.options or plan.warm != self._is_warm():
             return None
-        return Flight(plan)
+        return plan
 
     def _advance(self, flight: Flight) -> bool:
         """Launch the buckets that may start and move all jobs on; True if anything moved.
@@ -336,7 +333,7 @@ class Exchange:
         shared = request.result()
         phase.end()
         words = shared[:HEADER_WORDS]
-        flight.n_headers = max(flight.n_headers, int(words[5]))
+        flight.n_headers = max(flight.n_headers, int(words[N_BUCKETS_WORD]))
         if words[0] != -words[2] or words[1] != -words[3] or words[4]:
             flight.broken = True
             for layer in layers:  # their gradients are in the residuals already, and will be handed in again
@@ -352,7 +349,7 @@ class Exchange:
             requests = []
             for k, (rows, span) in enumerate(buffers.parts):
                 phase("APS_ENCODE")
-                self.kernels.encode(_part(table, rows, span), buffers.send[span], self._seed(transport.rank))
+                self.kernels.encode(part_of(table, rows, span.start), buffers.send[span], self._seed(transport.rank))
                 phase("APS_ALLGATHER", span.stop - span.start)
                 slot = index + k * len(plan.buckets)
                 requests.append(transport.allgather(buffers.send[span], [span.stop - span.start] * transport.size,
@@ -362,7 +359,7 @@ class Exchange:
             for (rows, span), request in zip(buffers.parts, requests):
                 yield request
                 phase("APS_DECODE")
-                self.kernels.decode(_part(table, rows, span), request.result(), mode)
+                self.kernels.decode(part_of(table, rows, span.start), request.result(), mode)
             phase.end()
             return
 
@@ -395,7 +392,7 @@ class Exchange:
         for shard, message in enumerate(request.result()):
             first, last = bucket.shard_segments[shard], bucket.shard_segments[shard + 1]
             n_exponents = EXPONENT_BYTES * int(last - first)
-            part = _part(table, slice(first, last), slice(bucket.shard_bytes[shard], None))
+            part = part_of(table, slice(first, last), bucket.shard_bytes[shard])
             part["exponent"] = message[len(message) - n_exponents:].view("<i2")
             self.kernels.decode(part, [message[:len(message) - n_exponents]], 0)
         phase.end()
@@ -426,7 +423,7 @@ class Exchange:
             return
         residuals = np.empty(len(layers), np.uint64)
         for i, layer in enumerate(layers):
-            n_elements = int(np.prod(layer.shape, dtype=np.int64))
+            n_elements = math.prod(layer.shape)
             kept = self.residuals.get(layer.name)
             if kept is None or kept.size != n_elements:
                 kept = self.residuals[layer.name] = self.kernels.zeros(n_elements)
@@ -470,13 +467,6 @@ class Exchange:
             measured = self.kernels.measure(buffers.table, buffers.send)
         self.statistics.add_layers([plan.specs[i] for i in bucket.layers], exponents, bucket.layer_of_segment,
                                    measured)
-
-
-def _part(table: np.ndarray, rows: slice, span: slice) -> np.ndarray:
-    """Some segments of a table, with offsets into their own bytes of the message."""
-    part = table[rows].copy()
-    part["offset"] -= span.start
-    return part
 
 
 def _abandon(flight: Flight | None) -> None:

@@ -5,7 +5,7 @@ The bookkeeping of `exchange`; nothing here touches a value or a network.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +86,14 @@ class Flight:
 
     def __post_init__(self) -> None:
         self.missing = [len(bucket.layers) for bucket in self.plan.buckets]
+
+    @classmethod
+    def of(cls, plan: Plan, layers: Iterable[Layer]) -> Flight:
+        """A flight with layers on board."""
+        flight = cls(plan)
+        for layer in layers:
+            flight.arrive(layer)
+        return flight
 
     def arrive(self, layer: Layer) -> bool:
         """Note a layer that is as planned; True if it was the last of its bucket."""

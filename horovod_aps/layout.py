@@ -71,9 +71,8 @@ class BucketLayout:
 
     def shard_table(self, shard: int) -> np.ndarray:
         """Segments of one shard with offsets from the start of that shard's message."""
-        table = self.segments[self.shard_segments[shard]:self.shard_segments[shard + 1]].copy()
-        table["offset"] -= self.shard_bytes[shard]
-        return table
+        rows = slice(self.shard_segments[shard], self.shard_segments[shard + 1])
+        return part_of(self.segments, rows, self.shard_bytes[shard])
 
     def gather_table(self) -> np.ndarray:
         """All segments with offsets into the gather buffer."""
@@ -81,6 +80,13 @@ class BucketLayout:
         counts = np.diff(self.shard_segments)
         table["offset"] += np.repeat(self.gather_bytes[:-1] - self.shard_bytes[:-1], counts)
         return table
+
+
+def part_of(table: np.ndarray, rows: slice, start: int) -> np.ndarray:
+    """Some segments of a table, with offsets from byte `start` of the message, where their own bytes begin."""
+    part = table[rows].copy()
+    part["offset"] -= start
+    return part
 
 
 def packed_bytes(n_elements: int, bits: int) -> int:

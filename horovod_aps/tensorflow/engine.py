@@ -67,7 +67,7 @@ def run(call: Call, ticket: np.ndarray, arrays: Sequence[Any]) -> list[np.ndarra
     results = [_aligned_like(array) for array in arrays]
     with _lock:
         _reduce(call, ticket, [_entry(call, i, a, a.ctypes.data, r.ctypes.data) for i, (a, r)
-                                  in enumerate(zip(arrays, results))])
+                               in enumerate(zip(arrays, results))])
     return results
 
 
@@ -80,7 +80,7 @@ def run_eagerly(call: Call, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         words = order.ticket_words(call.process_set_id)
         ticket = allreduce(words, mpi_ops.Sum, call.process_set_id)
         _reduce(call, ticket, [_entry(call, i, _view(v), _view(v).ctypes.data, _view(r).ctypes.data) for i, (v, r)
-                                  in enumerate(zip(values, results))])
+                               in enumerate(zip(values, results))])
     return results
 
 

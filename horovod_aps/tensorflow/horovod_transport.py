@@ -15,6 +15,8 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from tensorflow.python.eager.context import eager_mode
 
+from horovod_aps.transport import both_of_sum, may_swap
+
 
 def allreduce(values: np.ndarray, op: int, process_set_id: int) -> np.ndarray:
     """Horovod's own all-reduce of an array."""
@@ -58,11 +60,9 @@ class HorovodTransport:
         return _Finished(_split(np.asarray(output), [n] * self.size))
 
     def allgather(self, message: np.ndarray, sizes: Sequence[int], recv: np.ndarray, slot: int) -> _Finished:
-        if self.size == 2 and sizes[0] == sizes[1] and len(message) % 4 == 0:
-            # As in torch/horovod_transport.py: the sum modulo 2^32, less one's own message, is the other's.
-            mine = message.view(np.int32)
-            other = (allreduce(mine, mpi_ops.Sum, self._id) - mine).view(np.uint8)
-            return _Finished([message, other] if self.rank == 0 else [other, message])
+        if may_swap(sizes):
+            total = allreduce(message.view(np.int32), mpi_ops.Sum, self._id)
+            return _Finished(both_of_sum(total, message, recv, self.rank))
         return _Finished(_split(self._allgather(message), sizes))
 
     def gather_bytes(self, payload: bytes, slot: int) -> _Finished:

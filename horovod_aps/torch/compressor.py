@@ -167,13 +167,10 @@ class APSCompressor(BaseCompressor, Compressor):
         if batch.size == 1:  # nothing to agree on and nothing to round
             for layer in layers:
                 torch.mul(layer.keep.staged, layer.factor, out=layer.keep.result)
-        elif batch.device.type == "cpu":
+            return
+        with _on(batch.device):
             for layer in layers:
                 batch.exchange.submit(layer)
-        else:
-            with torch.cuda.device(batch.device):
-                for layer in layers:
-                    batch.exchange.submit(layer)
 
     def _open_batch(self, process_set_id: int, device: torch.device) -> _Batch:
         world = mpi_ops._handle_map  # hvd.init() makes a new one: another world

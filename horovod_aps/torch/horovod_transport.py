@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from horovod.torch import mpi_ops
 
+from horovod_aps.transport import both_of_sum, may_swap
+
 
 class _HorovodRequest:
     """A Horovod handle; its output, split into one array per rank where sizes are given."""
@@ -28,20 +30,15 @@ class _HorovodRequest:
         return [array[end - size:end] for end, size in zip(ends, self._sizes)]
 
 
-class _SwapRequest:
-    """Two ranks swap messages by summing them as int32, modulo 2^32: the sum less one's own is the other's."""
+class _SwapRequest(_HorovodRequest):
+    """The sum of two ranks' messages on its way, in place of the other one's."""
 
-    def __init__(self, handle: int, mine: np.ndarray, sum_: np.ndarray, rank: int) -> None:
-        self._handle, self._mine, self._sum, self._rank = handle, mine, sum_, rank
-
-    def done(self) -> bool:
-        return bool(mpi_ops.poll(self._handle))
+    def __init__(self, handle: int, mine: np.ndarray, other: np.ndarray, rank: int) -> None:
+        super().__init__(handle)
+        self._mine, self._other, self._rank = mine, other, rank
 
     def result(self) -> list[np.ndarray]:
-        mpi_ops.synchronize(self._handle)
-        words = self._sum.view(np.int32)
-        np.subtract(words, self._mine.view(np.int32), out=words)
-        return [self._mine, self._sum] if self._rank == 0 else [self._sum, self._mine]
+        return both_of_sum(super().result(), self._mine, self._other, self._rank)
 
 
 class _BytesRequest:
@@ -93,11 +90,8 @@ class HorovodTransport:
                                         process_set=self._process_set)
         return _HorovodRequest(handle, [n] * self.size)
 
-    def allgather(self, message: np.ndarray, sizes: Sequence[int], recv: np.ndarray, slot: int
-                  ) -> _HorovodRequest | _SwapRequest:
-        if self.size == 2 and sizes[0] == sizes[1] == len(recv) and len(recv) % 4 == 0:
-            # Gloo's all-gather sends first and asks for the other's message afterwards, behind its own on the same
-            # connection: two ranks take turns. Its all-reduce sends as many bytes, both ways at once.
+    def allgather(self, message: np.ndarray, sizes: Sequence[int], recv: np.ndarray, slot: int) -> _HorovodRequest:
+        if may_swap(sizes):
             recv[:] = message
             handle = mpi_ops.allreduce_async_(torch.from_numpy(recv.view(np.int32)), op=mpi_ops.Sum,
                                               name=f"{self._name}.swap.{slot}", process_set=self._process_set)

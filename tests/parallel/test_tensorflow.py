@@ -244,7 +244,7 @@ def test_error_feedback_averages_out():
     def error(**options):
         compressor = APSCompressor(3, 1, **options)
         reduce = tf.function(lambda: hvd.allreduce(tf.constant(x), compression=compressor))
-        return np.abs(np.mean([reduce().numpy() for _ in range(30)], 0) - exact).mean()
+        return np.abs(np.mean([reduce().numpy() for _ in range(30)], 0) - exact).max()
 
     assert error(error_feedback=True) < 0.2 * error()
 
@@ -291,7 +291,8 @@ def test_different_formats_raise_everywhere(graph):
     x = tf.ones([10])
     for _ in range(2):
         wrong = APSCompressor(4, 3 if hvd.rank() == 0 else 2)
-        with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="m is 3 on rank 0 and 2 on rank 1"):
+        said = "option m is 3 on rank 0 and 2 on rank 1"
+        with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match=said):
             run(lambda: hvd.allreduce(x, compression=wrong), graph)  # noqa: B023
         assert (run(lambda: hvd.allreduce(x, compression=APSCompressor(4, 3)), graph).numpy() == 1).all()
 

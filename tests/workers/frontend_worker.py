@@ -1,4 +1,4 @@
-"""One rank of test_frontends: reduces the same gradients as every other frontend does, and rank 0 saves the results.
+"""One rank of tests/test_parallel.py: reduces gradients that are the same in every frontend; rank 0 saves the results.
 
 `python tests/workers/frontend_worker.py torch|tensorflow <file.npz>`
 """
