@@ -27,14 +27,13 @@ def mpi_usable(basics: Any) -> bool:
                 and world.rank == basics.rank())
 
 
-def make_transport(basics: Any, process_set: ProcessSet, agree: Callable[[int, ProcessSet], int],
-                   over_horovod: Callable[[], Transport], tag: int = 0) -> Transport:
-    """MPI where every rank of the process set can use it, else what the frontend offers over Horovod.
+def make_transport(process_set: ProcessSet, speak_mpi: bool, over_horovod: Callable[[], Transport],
+                   tag: int) -> Transport:
+    """MPI if every rank of the process set can speak it, else what the frontend offers over Horovod.
 
-    Collective over the process set: `agree` returns the smallest value of all its ranks. Calls from several
-    threads at once need different tags.
+    Collective over the process set. Calls from several threads at once need different tags.
     """
-    if agree(int(mpi_usable(basics)), process_set):
+    if speak_mpi:
         from horovod_aps.mpi_transport import MpiTransport
 
         trace("transport: MPI")

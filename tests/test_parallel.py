@@ -63,12 +63,12 @@ def run(command: Sequence[str], limit: float, env: dict[str, str]) -> tuple[int 
 
 
 def launch(kind: str, n_ranks: int, files: Sequence[str], log_dir: Path, *, limit: float = 600,
-           marker: str = "not slow", env: dict[str, str] | None = None) -> None:
+           marker: str = "not slow", keyword: str = "", env: dict[str, str] | None = None) -> None:
     """Run test files on all ranks; fails with the output and each rank's log."""
     paths = [str(PARALLEL / name) for name in files if (PARALLEL / name).exists()]
     assert paths, f"none of {', '.join(files)} exists"
     command = [*launcher(kind, n_ranks), sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
-               "-o", "faulthandler_timeout=60", "-m", marker, *paths]
+               "-o", "faulthandler_timeout=60", "-m", marker, "-k", keyword, *paths]
     start = time.monotonic()
     code, output = run(command, limit, {"HOROVOD_APS_TEST_LOG": str(log_dir), **(env or {})})
     logs = {rank: _read(log_dir / f"rank{rank}.log") for rank in range(n_ranks)}
@@ -123,6 +123,15 @@ TENSORFLOW = ["test_tensorflow.py", "test_keras3.py", "test_tf_keras.py"]
 def test_tensorflow(file, kind, tmp_path):
     legacy = {"TF_USE_LEGACY_KERAS": "1"} if file == "test_tf_keras.py" else {}
     launch(kind, 2, [file], tmp_path, env=legacy)
+
+
+@pytest.mark.parametrize("kind", ["mpirun", "gloo"])
+def test_tensorflow_three_ranks(kind, tmp_path):
+    launch(kind, 3, ["test_tensorflow.py"], tmp_path, keyword="200_steps or equals_simulation")
+
+
+def test_tensorflow_gpu(tmp_path):
+    launch("mpirun", 2, ["test_tensorflow_gpu.py"], tmp_path)
 
 
 @pytest.mark.parametrize("kind, n_ranks", [("mpirun", 2), ("mpirun", 3), ("gloo", 2)])

@@ -79,7 +79,7 @@ def main() -> None:
         metrics=["accuracy"],
     )
     # Horovod: start all ranks alike. Without checkpoints, aps.BroadcastGlobalVariablesCallback(0) does it.
-    checkpoints = training.Checkpoints(args, model, optimizer)
+    checkpoints = training.Checkpoints(args, model, optimizer, compression)
     step = checkpoints.restore()
     n_batches = -(-len(train[0]) // args.batch_size)
     progress = training.Progress(args, n_batches, "poly", step, checkpoints)

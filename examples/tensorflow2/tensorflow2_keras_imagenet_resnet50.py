@@ -137,7 +137,7 @@ def main() -> None:
         metrics=["accuracy"],
     )
     # Horovod: start all ranks alike. Without checkpoints, aps.BroadcastGlobalVariablesCallback(0) does it.
-    checkpoints = training.Checkpoints(args, model, optimizer)
+    checkpoints = training.Checkpoints(args, model, optimizer, compression)
     step = checkpoints.restore()
     progress = training.Progress(args, n_batches, "step", step, checkpoints)
     model.fit(

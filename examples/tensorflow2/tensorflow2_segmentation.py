@@ -115,7 +115,7 @@ def main() -> None:
         optimizer.apply(gradients, model.trainable_variables)
         return loss
 
-    checkpoints = training.Checkpoints(args, model, optimizer)
+    checkpoints = training.Checkpoints(args, model, optimizer, compression)
     step = checkpoints.restore()
     log = training.Log(args.log_dir)
     last_step = min(args.epochs * n_batches, args.max_steps or sys.maxsize)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +15,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 from tqdm import tqdm
+
+from horovod_aps.tensorflow import APSCompressor
 
 
 def pin_device(args: argparse.Namespace) -> None:
@@ -46,10 +50,11 @@ def variables_of(model: Any, optimizer: Any) -> list[tf.Variable]:
 
 
 class Checkpoints:
-    """Saving on rank 0, and starting all ranks alike."""
+    """Saving on rank 0, and starting all ranks alike; every rank keeps what error feedback has kept for itself."""
 
-    def __init__(self, args: argparse.Namespace, model: Any, optimizer: Any) -> None:
+    def __init__(self, args: argparse.Namespace, model: Any, optimizer: Any, compression: Any) -> None:
         self.path = str(args.checkpoint) if args.checkpoint else None
+        self.compressor = compression if isinstance(compression, APSCompressor) else None
         self.step = tf.Variable(0, dtype=tf.int64)
         self.variables = [*variables_of(model, optimizer), self.step]
         self.state = tf.train.Checkpoint(model=model, optimizer=optimizer, step=self.step)
@@ -62,13 +67,31 @@ class Checkpoints:
             print(f"Resuming from {self.path} at step {int(self.step)}", flush=True)
         # Horovod: broadcast all variables from rank 0, the progress among them.
         hvd.broadcast_variables(self.variables, root_rank=0)
+        if self.compressor and self.step > 0 and os.path.exists(self._own_path):
+            with np.load(self._own_path) as own:  # APS: of this very step, or not at all
+                state = json.loads(str(own["state"]))
+                if state.pop("step") == int(self.step):
+                    residuals = {name[2:]: own[name] for name in own.files if name.startswith("r:")}
+                    self.compressor.load_state_dict({**state, "residuals": residuals})
         return int(self.step)
 
     def save(self, step: int) -> None:
-        """Write what all ranks have in common."""
+        """Write what all ranks have in common, and this rank's residuals."""
         self.step.assign(step)
         if self.path and hvd.rank() == 0:
             self.state.write(self.path)
+        if self.path and self.compressor:
+            state = self.compressor.state_dict()
+            residuals = {f"r:{name}": values for name, values in state.pop("residuals").items()}
+            unfinished = f"{self._own_path}.unfinished"
+            with open(unfinished, "wb") as file:
+                np.savez(file, state=json.dumps({**state, "step": step}), **residuals)
+            os.replace(unfinished, self._own_path)
+
+    @property
+    def _own_path(self) -> str:
+        """This rank's own file beside the checkpoint."""
+        return f"{self.path}.rank{hvd.rank()}"
 
 
 class Log:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 import warnings
 from typing import Any
 
@@ -28,6 +29,8 @@ class APSCompressor(BaseCompressor, Compressor):
         super()._start()
         self._carried: dict[str, int] = {}  # steps so far by call site, for transport="allreduce"
         self._n_single = 0  # tensors traced outside of groups
+        self._lock = threading.Lock()
+        self._links: dict[int, Any] = {}  # by process set
         seam.register(self)
         if next(_ids) % MANY == 0:
             warnings.warn(f"APSCompressor: {MANY} more were made in this process; make one before the training loop, "

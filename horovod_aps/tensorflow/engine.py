@@ -1,20 +1,22 @@
-"""What runs in a step: NumPy views of TensorFlow's tensors go through the exchange into fresh, aligned arrays."""
+"""What runs in a step: the memory of TensorFlow's tensors goes through the exchange into that of fresh ones."""
 
 from __future__ import annotations
 
 import threading
+import zlib
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from horovod_aps.exchange import Exchange, Layer
 from horovod_aps.kernels import CpuKernels
-from horovod_aps.tensorflow import order
+from horovod_aps.tensorflow import devices, order
 from horovod_aps.tensorflow.carrier import array_at, carry
 from horovod_aps.tensorflow.horovod_transport import HorovodTransport, allreduce
 from horovod_aps.transport import Transport
@@ -27,16 +29,18 @@ DTYPE_CODES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
 UNNAMED = "noname"
 ALIGNMENT = 64  # bytes; TensorFlow adopts an aligned array as a tensor and copies any other
 
-# One exchange at a time: the order in which they run is the same on all ranks, and they share the transports.
+# One exchange at a time wherever operations of Horovod's find each other by their order alone. Exchanges in graphs over
+# MPI have names and communicators of their own, so those of different compressors may run at the same time.
 _lock = threading.Lock()
-_links: dict[int, _Link] = {}
+_world_numbers: Counter[int] = Counter()  # by process set; links of an earlier world are not used any more
 
 
 @dataclass(frozen=True)
 class _Link:
-    """The transport of one process set, and the world it was made in."""
+    """The transport of a compressor in one process set, and the world it was made in."""
 
     transport: Transport
+    world_number: int
     ranks: tuple[int, ...]
     rank: int
 
@@ -65,30 +69,61 @@ def run(call: Call, ticket: np.ndarray, arrays: Sequence[Any]) -> list[np.ndarra
     """Reduce arrays over all ranks; `ticket` is the sum of what they said in `order.ticket`."""
     arrays = [np.ascontiguousarray(array).reshape(np.shape(array)) for array in arrays]
     results = [_aligned_like(array) for array in arrays]
-    with _lock:
-        _reduce(call, ticket, [_entry(call, i, a, a.ctypes.data, r.ctypes.data) for i, (a, r)
-                               in enumerate(zip(arrays, results))])
+    layers = [_layer(call, i, array.shape, array.dtype.name, array.ctypes.data, result.ctypes.data)
+              for i, (array, result) in enumerate(zip(arrays, results))]
+    with _turn(call, ticket):
+        _reduce(call, ticket, layers)
     return results
 
 
 def run_eagerly(call: Call, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Reduce eager tensors over all ranks without copying them."""
-    with tf.device("/CPU:0"):
-        values = [tf.identity(value) for value in values]
-        results = [tf.raw_ops.Empty(shape=tf.shape(value), dtype=value.dtype) for value in values]
     with _lock:
-        words = order.ticket_words(call.process_set_id)
-        ticket = allreduce(words, mpi_ops.Sum, call.process_set_id)
-        _reduce(call, ticket, [_entry(call, i, _view(v), _view(v).ctypes.data, _view(r).ctypes.data) for i, (v, r)
-                               in enumerate(zip(values, results))])
+        ticket = allreduce(order.ticket_words(call.process_set_id), mpi_ops.Sum, call.process_set_id)
+        return _reduce_tensors(call, ticket, values, devices.gpu_of(values))
+
+
+def run_on_gpu(call: Call, gpu: str, ticket: tf.Tensor, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """As `run`, with the arguments of a `tf.py_function`."""
+    words = ticket.numpy()
+    with _turn(call, words):
+        return _reduce_tensors(call, words, values, gpu)
+
+
+def _turn(call: Call, ticket: np.ndarray) -> AbstractContextManager[Any]:
+    """What an exchange in a graph holds while it runs."""
+    packed = call.compressor._options.transport == "packed"
+    return call.compressor._lock if packed and _all_speak_mpi(ticket) else _lock
+
+
+def _all_speak_mpi(ticket: np.ndarray) -> bool:
+    return bool(ticket[order.SPEAKS_MPI] == ticket[order.PRESENT])
+
+
+def _reduce_tensors(call: Call, ticket: np.ndarray, values: Sequence[tf.Tensor], gpu: str | None) -> list[tf.Tensor]:
+    """Reduce eager tensors on the GPU, or on the host if there is none or nothing to pack."""
+    if call.compressor._options.transport != "packed" or _process_set(call).size() == 1:
+        gpu = None
+    with tf.device(gpu or "/CPU:0"):
+        values = [tf.identity(value) for value in values]
+        results = [tf.raw_ops.Empty(shape=value.shape, dtype=value.dtype) for value in values]
+    if gpu:
+        sources, targets = devices.Addresses(values), devices.Addresses(results)
+        context: AbstractContextManager[Any] = devices.at_work(sources.values)
+        found = zip(sources.values, targets.values)
+    else:
+        context = nullcontext()
+        found = zip([_address(value) for value in values], [_address(result) for result in results])
+    layers = [_layer(call, i, tuple(value.shape), value.dtype.name, source, target)
+              for i, (value, (source, target)) in enumerate(zip(values, found))]
+    with context:
+        _reduce(call, ticket, layers, gpu)
     return results
 
 
-def _view(tensor: tf.Tensor) -> np.ndarray:
-    """The memory of an eager CPU tensor; NumPy's buffers do not know bfloat16."""
-    if tensor.dtype == tf.bfloat16:
-        return np.asarray(tf.bitcast(tensor, tf.uint16)).view(ml_dtypes.bfloat16)
-    return np.asarray(tensor)
+def _address(tensor: tf.Tensor) -> int:
+    """Where an eager CPU tensor is; NumPy's buffers do not know bfloat16."""
+    return np.asarray(tf.bitcast(tensor, tf.uint16) if tensor.dtype == tf.bfloat16 else tensor).ctypes.data
 
 
 def _aligned_like(array: np.ndarray) -> np.ndarray:
@@ -97,13 +132,17 @@ def _aligned_like(array: np.ndarray) -> np.ndarray:
     return raw[start:start + array.nbytes].view(array.dtype).reshape(array.shape)
 
 
-def _entry(call: Call, position: int, array: np.ndarray, source: int, target: int) -> Layer:
-    return Layer(call.names[position], array.shape, DTYPE_CODES[array.dtype.name], source, target, call.factor)
+def _layer(call: Call, position: int, shape: Any, dtype: str, source: int, target: int) -> Layer:
+    return Layer(call.names[position], shape, DTYPE_CODES[dtype], source, target, call.factor)
 
 
-def _reduce(call: Call, ticket: np.ndarray, layers: list[Layer]) -> None:
+def _process_set(call: Call) -> Any:
+    return process_set_of(mpi_ops._basics, call.process_set_id)
+
+
+def _reduce(call: Call, ticket: np.ndarray, layers: list[Layer], gpu: str | None = None) -> None:
     compressor = call.compressor
-    process_set = process_set_of(mpi_ops._basics, call.process_set_id)
+    process_set = _process_set(call)
     size = process_set.size()
     if call.op == mpi_ops.Average:
         for layer in layers:
@@ -116,11 +155,11 @@ def _reduce(call: Call, ticket: np.ndarray, layers: list[Layer]) -> None:
         step_number = compressor._carried[call.stem] = compressor._carried.get(call.stem, -1) + 1
         carry(layers, compressor._options, step_number, process_set)
         return
-    n_present, n_new = ticket.tolist()
+    n_present = int(ticket[order.PRESENT])
     if n_present != size:
         raise ValueError(f"APSCompressor: {size - n_present} of {size} ranks are in hvd.join(), which only a plain "
                          f'all-reduce can go on without; use APSCompressor(..., transport="allreduce")')
-    exchange = _exchange(compressor, call, process_set, n_new)
+    exchange = _exchange(call, process_set, ticket, gpu)
     try:
         for layer in layers:
             exchange.submit(layer)
@@ -130,35 +169,40 @@ def _reduce(call: Call, ticket: np.ndarray, layers: list[Layer]) -> None:
         raise
 
 
-def _exchange(compressor: APSCompressor, call: Call, process_set: Any, n_new: int) -> Exchange:
+def _exchange(call: Call, process_set: Any, ticket: np.ndarray, gpu: str | None) -> Exchange:
     """The exchange of one call site, so that steps are counted as the user counts them."""
-    link = _link(process_set, n_new)
-    key = (call.process_set_id, len(link.ranks), link.rank, call.stem)
+    compressor = call.compressor
+    link = _link(call, process_set, ticket)
+    key = (call.process_set_id, len(link.ranks), link.rank, call.stem, gpu)
     exchange = compressor._exchanges.get(key)
     if exchange is not None and exchange.transport is not link.transport:
         compressor._retired[key] = compressor._exchanges.pop(key)
         exchange = None
     if exchange is None:
-        exchange = compressor._keep_exchange(key, CpuKernels(), link.transport)
+        exchange = compressor._keep_exchange(key, devices.kernels() if gpu else CpuKernels(), link.transport)
     return exchange
 
 
-def _link(process_set: Any, n_new: int) -> _Link:
-    """The link of a process set, made anew by all ranks if any of them has none.
+def _link(call: Call, process_set: Any, ticket: np.ndarray) -> _Link:
+    """The link of a compressor in a process set, made anew by all ranks if any of them has none.
 
     After an elastic reset a new worker has none, while the others may not have noticed anything: neither size nor rank
-    need to change. `n_new` ranks said so in their tickets; they may have been written before an earlier exchange of the
-    same step made the link, so all ranks ask again.
+    need to change. It says so in its ticket, which may have been written before an earlier exchange of the same step
+    made the link, so all ranks ask again. Jobs that speak MPI are never elastic: there all ranks have a link, or none.
     """
     ps_id, ranks, rank = process_set.process_set_id, tuple(process_set.ranks), process_set.rank()
-    link = _links.get(ps_id)
-    if link is not None and (link.ranks != ranks or link.rank != rank):
+    links, speak_mpi = call.compressor._links, _all_speak_mpi(ticket)
+    link = links.get(ps_id)
+    if link is not None and (link.ranks, link.rank, link.world_number) != (ranks, rank, _world_numbers[ps_id]):
         link = None
-    if n_new and not _agree(int(link is not None), process_set):
+    if ticket[order.NEW] and not speak_mpi and not _agree(int(link is not None), process_set):
+        _world_numbers[ps_id] += 1  # a new worker has no link of any compressor
         link = None
     if link is None:
-        transport = make_transport(mpi_ops._basics, process_set, _agree, lambda: HorovodTransport(process_set))
-        link = _links[ps_id] = _Link(transport, ranks, rank)
+        # Threads make their links at the same time, and call sites have the same names on all ranks.
+        transport = make_transport(process_set, speak_mpi, lambda: HorovodTransport(process_set),
+                                   tag=zlib.crc32(call.stem.encode()))
+        link = links[ps_id] = _Link(transport, _world_numbers[ps_id], ranks, rank)
         order.has_link(ps_id)
     return link
 

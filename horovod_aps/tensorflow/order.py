@@ -15,7 +15,12 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from horovod.tensorflow import mpi_ops
 from tensorflow.python.eager.context import eager_mode
+
+from horovod_aps.world import mpi_usable
+
+PRESENT, NEW, SPEAKS_MPI, N_WORDS = range(4)  # the words of a ticket
 
 _variables: dict[str, tf.Variable] = {}
 _linked: set[int] = set()  # process sets to whose ranks this one has a link
@@ -52,20 +57,20 @@ def in_sequence() -> Generator[Sequence, None, None]:
 
 
 def ticket(process_set_id: int) -> tf.Tensor:
-    """What a rank says before an exchange, to be summed over all: [1, whether it has no link to the others yet].
+    """What a rank says before an exchange, to be summed over all ranks.
 
     Not a constant: TensorFlow runs Horovod's ops on constants once, while optimizing.
     """
     if tf.compat.v1.executing_eagerly_outside_functions():
         return _variable(f"ticket_{process_set_id}", ticket_words(process_set_id)).read_value()
     words = tf.numpy_function(lambda: ticket_words(process_set_id), [], tf.int32, stateful=True)
-    words.set_shape([2])
+    words.set_shape([N_WORDS])
     return words
 
 
 def ticket_words(process_set_id: int) -> np.ndarray:
-    """The ticket as it is now."""
-    return np.array([1, process_set_id not in _linked], np.int32)
+    """The ticket as it is now: present, whether without a link to the others yet, and whether able to speak MPI."""
+    return np.array([1, process_set_id not in _linked, mpi_usable(mpi_ops._basics)], np.int32)
 
 
 def has_link(process_set_id: int) -> None:

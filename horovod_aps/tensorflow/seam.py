@@ -17,7 +17,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from tensorflow.python.ops import control_flow_util
 
-from horovod_aps.tensorflow import engine, order
+from horovod_aps.tensorflow import devices, engine, order
 
 if TYPE_CHECKING:
     from horovod_aps.tensorflow.compressor import APSCompressor
@@ -157,10 +157,16 @@ def _exchange(call: engine.Call, values: list[tf.Tensor]) -> list[tf.Tensor]:
         ticket = mpi_ops.MPI_LIB.horovod_allreduce(
             order.ticket(call.process_set_id), reduce_op=mpi_ops.Sum, prescale_factor=1.0, postscale_factor=1.0,
             ignore_name_scope=False, process_set_id=call.process_set_id, name=_op_label(f"{call.stem}_ticket"))
-    with tf.device("/CPU:0"), order.in_sequence() as sequence:
+    gpu = devices.gpu_for_graph(values)
+    dtypes = [value.dtype for value in values]
+    with tf.device(gpu or "/CPU:0"), order.in_sequence() as sequence:
         with tf.control_dependencies(sequence.before):
-            results = tf.numpy_function(lambda ticket, *arrays: engine.run(call, ticket, arrays), [ticket, *values],
-                                        [value.dtype for value in values], stateful=True, name="APSExchange")
+            if gpu:
+                results = tf.py_function(lambda ticket, *tensors: engine.run_on_gpu(call, gpu, ticket, tensors),
+                                         [ticket, *values], dtypes, name="APSExchange")
+            else:
+                results = tf.numpy_function(lambda ticket, *arrays: engine.run(call, ticket, arrays),
+                                            [ticket, *values], dtypes, stateful=True, name="APSExchange")
         results = list(results) if isinstance(results, (list, tuple)) else [results]
         sequence.after(results[0].op)
     for result, value in zip(results, values):

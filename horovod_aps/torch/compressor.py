@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from horovod_aps.torch import seam
 from horovod_aps.torch.carrier import CarrierBatch
 from horovod_aps.torch.horovod_transport import HorovodTransport
 from horovod_aps.transport import PendingTransport
-from horovod_aps.world import make_transport, process_set_of
+from horovod_aps.world import make_transport, mpi_usable, process_set_of
 
 DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 
@@ -205,7 +204,7 @@ class APSCompressor(BaseCompressor, Compressor):
         if found is None:
             process_set = process_set_of(mpi_ops._basics, process_set_id)
             transport = PendingTransport(process_set.rank(), process_set.size(), lambda: make_transport(
-                mpi_ops._basics, process_set, partial(_agree, self._name),
+                process_set, _all_speak_mpi(self._name, process_set),
                 lambda: HorovodTransport(f"{self._name}.{process_set_id}", process_set),
                 tag=8 * self._number + process_set_id))
             found = self._keep_exchange(key, _kernels_for(device), transport)
@@ -251,17 +250,17 @@ def _kernels_for(device: torch.device) -> Any:
     raise TypeError(f"APSCompressor: tensors must be on a CPU or a CUDA device, got {device}")
 
 
-def _agree(name: str, value: int, process_set: Any) -> int:
-    """Whether `value` is 1 on all ranks of the process set; ValueError if some of them have joined.
+def _all_speak_mpi(name: str, process_set: Any) -> bool:
+    """Whether every rank of the process set could talk MPI directly; ValueError if some of them have joined.
 
     Decided before anything is remembered: a rank in `hvd.join()` would not remember it.
     """
-    words = torch.tensor([1, value], dtype=torch.int32)
+    words = torch.tensor([1, mpi_usable(mpi_ops._basics)], dtype=torch.int32)
     handle = mpi_ops.allreduce_async_(words, op=mpi_ops.Sum, process_set=process_set,
                                       name=f"{name}.agree.{process_set.process_set_id}")
     n_present, total = mpi_ops.synchronize(handle).tolist()
     _check_all_present(n_present, process_set.size())
-    return int(total == n_present)
+    return total == n_present
 
 
 def _check_all_present(n_present: int, size: int) -> None:

@@ -112,7 +112,23 @@ class _Stream:
 
 
 class _Device:
-    id = 0
+    def __init__(self, id: int = 0) -> None:
+        self.id = id
+
+    def __enter__(self) -> "_Device":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+class _Attributes:
+    """Of an address: all memory belongs to device 0."""
+
+    device = 0
+
+    def __init__(self, address: int) -> None:
+        assert address
 
 
 class cuda:  # noqa: N801 (CuPy's name)
@@ -121,6 +137,9 @@ class cuda:  # noqa: N801 (CuPy's name)
     entered: list[int] = []
     ExternalStream = _Stream
     Device = _Device
+
+    class runtime:  # noqa: N801 (CuPy's name)
+        pointerGetAttributes = _Attributes  # noqa: N815
 
     @staticmethod
     def alloc_pinned_memory(n_bytes: int) -> Any:

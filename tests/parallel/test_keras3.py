@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import horovod.tensorflow as hvd
 import horovod.tensorflow.keras as hvd_keras
 import keras
@@ -193,3 +196,57 @@ def test_digits_accuracy():
         scores.append(row)
     fp32, aps = np.mean(scores, axis=1)
     assert fp32 > 90 and abs(fp32 - aps) <= 1.0, scores
+
+
+def test_two_models_in_two_threads():
+    """Oracle: the same trainings one after the other. Over MPI ranks start the threads in opposite orders; over Gloo,
+    where the order must be the same on all ranks, the threads take turns."""
+    models = [make_model(seed) for seed in range(2)]
+    errors = []
+    turn = threading.Condition()
+    turns = [0] * 2
+
+    def train(which: int, compressor: APSCompressor) -> None:
+        x, y, _, _ = digits(which)
+        variables = [variable.value for variable in models[which].trainable_variables]
+
+        @tf.function
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = LOSS(y, models[which](x))
+            tape = hvd.DistributedGradientTape(tape, compression=compressor, groups=1)
+            for variable, gradient in zip(variables, tape.gradient(loss, variables)):
+                variable.assign_sub(0.1 * gradient)
+
+        for start in range(0, 320, 32):
+            if not hvd.mpi_enabled():
+                with turn:
+                    assert turn.wait_for(lambda: turns[which] <= turns[1 - which] - which, 60)
+            step(x[start:start + 32], y[start:start + 32])
+            with turn:
+                turns[which] += 1
+                turn.notify_all()
+
+    def guarded(which: int, compressor: APSCompressor) -> None:
+        try:
+            train(which, compressor)
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    together = [APSCompressor(4, 3, error_feedback=True) for _ in range(2)]
+    threads = [threading.Thread(target=guarded, args=(which, together[which])) for which in range(2)]
+    for thread in threads[::1 if hvd.rank() == 0 else -1]:
+        thread.start()
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join(120)
+    assert not errors and not any(thread.is_alive() for thread in threads)
+    results = [model.get_weights() for model in models]
+    for which in range(2):
+        models[which].set_weights(initial_weights(which))
+        turns[:] = [0, 100] if which == 0 else [100, 0]
+        train(which, APSCompressor(4, 3, error_feedback=True))
+        for result, wanted in zip(results[which], models[which].get_weights()):
+            assert_same_bits(result, wanted)
+        assert replicas_equal(models[which].get_weights())
