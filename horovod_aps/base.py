@@ -94,10 +94,12 @@ class BaseCompressor:
 
     def _retire_exchanges(self) -> None:
         """The world has changed, even if rank and size have not: every rank makes its exchanges anew."""
-        for key, exchange in self._exchanges.items():
-            exchange.forget()
-            self._retired[key] = exchange
-        self._exchanges = {}
+        for key in list(self._exchanges):
+            self._retire_exchange(key)
+
+    def _retire_exchange(self, key: tuple[Any, ...]) -> None:
+        self._retired[key] = self._exchanges.pop(key)
+        self._retired[key].forget()
 
     # ---- For people ---------------------------------------------------------------------------------------
 

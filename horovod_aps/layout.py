@@ -74,13 +74,6 @@ class BucketLayout:
         rows = slice(self.shard_segments[shard], self.shard_segments[shard + 1])
         return part_of(self.segments, rows, self.shard_bytes[shard])
 
-    def gather_table(self) -> np.ndarray:
-        """All segments with offsets into the gather buffer."""
-        table = self.segments.copy()
-        counts = np.diff(self.shard_segments)
-        table["offset"] += np.repeat(self.gather_bytes[:-1] - self.shard_bytes[:-1], counts)
-        return table
-
 
 def part_of(table: np.ndarray, rows: slice, start: int) -> np.ndarray:
     """Some segments of a table, with offsets from byte `start` of the message, where their own bytes begin."""

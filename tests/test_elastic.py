@@ -10,9 +10,10 @@ import json
 import socket
 import sys
 from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
 from test_parallel import HOROVODRUN, ROOT, run
 
 LIMIT = 400
@@ -36,7 +37,7 @@ def start(framework: str, folder: Path, hosts: dict[str, int], plan: dict, n_wor
                sys.executable, str(ROOT / "tests" / "elastic_worker.py"), framework, str(folder)]
     code, output = run(command, LIMIT, {"HOROVOD_GLOO_TIMEOUT_SECONDS": "20"})
     rows = rows_of(folder)
-    story = f"exit code {code}\n{output[-6000:]}\n" + "\n".join(map(str, rows[-12:]))
+    story = f"{framework}: exit code {code}\n{output[-6000:]}\n" + "\n".join(map(str, rows[-12:]))
     assert code == 0, story
     worlds = defaultdict(list)
     for row in rows:
@@ -52,30 +53,44 @@ def start(framework: str, folder: Path, hosts: dict[str, int], plan: dict, n_wor
     return story, rows
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-def test_killed_worker_and_added_worker(framework, tmp_path):
+def for_both(check: Callable[[str, Path], None], folder: Path) -> None:
+    """Run a check with PyTorch and with TensorFlow at the same time: elastic jobs spend theirs waiting."""
+    folders = {framework: folder / framework for framework in ("torch", "tensorflow")}
+    for path in folders.values():
+        path.mkdir()
+    with ThreadPoolExecutor() as pool:
+        for done in [pool.submit(check, framework, path) for framework, path in folders.items()]:
+            done.result()
+
+
+def test_killed_worker_and_added_worker(tmp_path):
     """3 workers, then 2 after a kill -9, then 3 again with one on a new host."""
     victim, late = "127.0.0.1", socket.gethostname()
-    story, rows = start(framework, tmp_path, {"localhost": 2, victim: 1},
-                        {"victim": victim, "late": late, "size": 3}, 3)
-    sizes = []
-    for row in rows:
-        if row["rank"] == 0 and (not sizes or sizes[-1] != row["size"]):
-            sizes.append(row["size"])
-    assert sizes == [3, 2, 3], story
-    assert {row["host"] for row in rows if row["step"] == rows[-1]["step"]} == {"localhost", late}, story
-    assert not any(row["host"] == victim and row["step"] > 4 for row in rows), story
+
+    def check(framework: str, folder: Path) -> None:
+        story, rows = start(framework, folder, {"localhost": 2, victim: 1},
+                            {"victim": victim, "late": late, "size": 3}, 3)
+        sizes = []
+        for row in rows:
+            if row["rank"] == 0 and (not sizes or sizes[-1] != row["size"]):
+                sizes.append(row["size"])
+        assert sizes == [3, 2, 3], story
+        assert {row["host"] for row in rows if row["step"] == rows[-1]["step"]} == {"localhost", late}, story
+        assert not any(row["host"] == victim and row["step"] > 4 for row in rows), story
+
+    for_both(check, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-def test_killed_worker_is_replaced_at_once(framework, tmp_path):
+def test_killed_worker_is_replaced_at_once(tmp_path):
     """A spare host steps in during the same reset: the survivor sees neither its rank nor the size change."""
     hosts = {"localhost": 1, "127.0.0.1": 1, socket.gethostname(): 1}  # two of them at a time, in any order
-    story, rows = start(framework, tmp_path, hosts, {"victim": 1, "late": "localhost", "size": 2}, 2)
-    victim = (tmp_path / "killed").read_text()
-    before = {row["host"] for row in rows if row["step"] <= 4}
-    after = {row["host"] for row in rows if row["step"] > 5}
-    assert {row["size"] for row in rows} == {2}, story
-    assert victim in before and victim not in after and after == set(hosts) - {victim}, story
+
+    def check(framework: str, folder: Path) -> None:
+        story, rows = start(framework, folder, hosts, {"victim": 1, "late": "localhost", "size": 2}, 2)
+        victim = (folder / "killed").read_text()
+        before = {row["host"] for row in rows if row["step"] <= 4}
+        after = {row["host"] for row in rows if row["step"] > 5}
+        assert {row["size"] for row in rows} == {2}, story
+        assert victim in before and victim not in after and after == set(hosts) - {victim}, story
+
+    for_both(check, tmp_path)

@@ -127,7 +127,7 @@ def test_tensorflow(file, kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["mpirun", "gloo"])
 def test_tensorflow_three_ranks(kind, tmp_path):
-    launch(kind, 3, ["test_tensorflow.py"], tmp_path, keyword="200_steps or equals_simulation")
+    launch(kind, 3, ["test_tensorflow.py"], tmp_path, keyword="many_steps or tape_equals_simulation")
 
 
 def test_tensorflow_gpu(tmp_path):

@@ -176,7 +176,7 @@ def _exchange(call: Call, process_set: Any, ticket: np.ndarray, gpu: str | None)
     key = (call.process_set_id, len(link.ranks), link.rank, call.stem, gpu)
     exchange = compressor._exchanges.get(key)
     if exchange is not None and exchange.transport is not link.transport:
-        compressor._retired[key] = compressor._exchanges.pop(key)
+        compressor._retire_exchange(key)
         exchange = None
     if exchange is None:
         exchange = compressor._keep_exchange(key, devices.kernels() if gpu else CpuKernels(), link.transport)

@@ -62,8 +62,8 @@ def test_unnamed_collectives_of_the_user_between_backward_and_step():
     assert_replicas_equal(model)
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adam])
-def test_optimizer_replicas_are_identical_after_200_steps(optimizer_class):
+@pytest.mark.parametrize("optimizer_class, n_steps", [(torch.optim.SGD, 200), (torch.optim.Adam, 50)])
+def test_optimizer_replicas_are_identical_after_many_steps(optimizer_class, n_steps):
     model = make_model(seed=hvd.rank())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = hvd.DistributedOptimizer(
@@ -72,7 +72,7 @@ def test_optimizer_replicas_are_identical_after_200_steps(optimizer_class):
     )
     start = copy.deepcopy(model)
     first = hvd.allreduce(loss_of(model, 0, hvd.rank()).detach(), name="loss")
-    for step in range(200):
+    for step in range(n_steps):
         optimizer.zero_grad()
         loss_of(model, step, hvd.rank()).backward()
         optimizer.step()
@@ -427,11 +427,11 @@ def test_same_run_twice_gives_the_same_bits():
 
 
 def test_nothing_is_left_behind():
-    """200 steps: no handle stays in Horovod's table, and the compressor's own tables do not grow."""
+    """50 steps: no handle stays in Horovod's table, and the compressor's own tables do not grow."""
     model = torch.nn.Linear(30, 3)
     compressor = APSCompressor(4, 3)
     optimizer = wrap(model, compressor, groups=1)
-    for step in range(200):
+    for step in range(50):
         optimizer.zero_grad()
         model(torch.ones(2, 30) * step).sum().backward()
         optimizer.step()

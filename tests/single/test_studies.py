@@ -13,6 +13,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import accuracy  # noqa: E402
 import accuracy_tasks  # noqa: E402
+import feedback  # noqa: E402
 import roundoff  # noqa: E402
 
 
@@ -121,3 +122,30 @@ def test_roundoff_study_ranks_the_methods(tmp_path):
 def test_roundoff_relative_error_by_hand():
     grads = [torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])]
     assert roundoff.relative_error(torch.tensor([3.0, 3.0]), grads) == pytest.approx(1 / 5)
+
+
+def test_feedback_study_pairs_every_run_with_fp32(tmp_path, monkeypatch):
+    monkeypatch.setattr(feedback, "FORMATS", ((3, 0),))
+    arguments = ["--seeds", "1", "--ranks", "2", "--epochs", "4", "--out", str(tmp_path)]
+    assert feedback.main(arguments) == 0
+    runs = json.loads((tmp_path / "feedback.json").read_text())["runs"]
+    assert len(runs) == 1 + len(feedback.VARIANTS)
+    fp32 = runs[0]
+    assert fp32["variant"] == "fp32" and fp32["accuracy"] > 0.8
+    for run in runs:
+        assert run["excess"] == pytest.approx(run["loss"] / fp32["loss"] - 1)
+    # Theory: what is kept for the next step is not lost; without a scale most gradients are.
+    by_variant = {run["variant"]: abs(run["excess"]) for run in runs}
+    assert by_variant["aps + feedback"] < by_variant["aps"] < by_variant["no aps"]
+    assert by_variant["no aps + feedback"] < by_variant["no aps"]
+    assert "| (3,0) | 4 |" in (tmp_path / "feedback.md").read_text()
+    assert (tmp_path / "feedback.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_feedback_wins_are_counted_by_seed():
+    def run(variant: str, seed: int, excess: float) -> dict:
+        return {"variant": variant, "e": 3, "m": 0, "seed": seed, "excess": excess}
+
+    runs = [run("aps", 0, 0.1), run("aps", 1, -0.1), run("aps", 2, 0.01)]
+    runs += [run("aps + feedback", 0, 0.05), run("aps + feedback", 1, 0.05), run("aps + feedback", 2, -0.02)]
+    assert feedback.wins(runs, "aps", 3, 0) == (2, 3)
