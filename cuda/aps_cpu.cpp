@@ -73,7 +73,12 @@ struct FloatEnvironment {
 };
 
 // ---------------------------------------------------------------------------------------------- checks
-enum { BAD_BITS = 1, BAD_DTYPE = 2, BAD_POINTER = 3, BAD_RANGE = 4, BAD_COUNT = 5 };
+enum { BAD_BITS = 1, BAD_DTYPE = 2, BAD_POINTER = 3, BAD_RANGE = 4, BAD_COUNT = 5, BAD_EXPONENT = 6 };
+enum { MAX_EXPONENT = 4096 };  // float64's, and room for the sum of all ranks
+
+static bool has_exponent(const ApsSegment& g) {
+    return g.exponent == APS_EXP_ZERO || g.exponent == APS_EXP_NONFINITE || (g.exponent >= -MAX_EXPONENT && g.exponent <= MAX_EXPONENT);
+}
 
 static int64_t check(const ApsSegment* s, int64_t n_segs, bool uses_data, int64_t length) {
     for (int64_t k = 0; k < n_segs; ++k) {
@@ -86,6 +91,7 @@ static int64_t check(const ApsSegment* s, int64_t n_segs, bool uses_data, int64_
         else if (g.n < 0 || g.n > (INT64_MAX >> 6)) reason = BAD_COUNT;
         else if (uses_data && g.n > 0 && !g.data) reason = BAD_POINTER;
         else if (length >= 0 && (g.offset < 0 || g.offset > length || (g.n * width + 7) / 8 > length - g.offset)) reason = BAD_RANGE;
+        else if (length >= 0 && !(g.flags & APS_RAW) && !has_exponent(g)) reason = BAD_EXPONENT;
         if (reason) return 16 * (k + 1) + reason;
     }
     return 0;

@@ -49,6 +49,7 @@ _REASONS = {
     3: "address must not be null",
     4: "the segment must lie inside its message",
     5: "the number of elements or inputs is out of range",
+    6: "the exponent must be in -4096..4096, EXP_ZERO or EXP_NONFINITE",
 }
 _I32, _I64, _U64, _PTR = ctypes.c_int, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
 _SIGNATURES: dict[str, list[Any]] = {

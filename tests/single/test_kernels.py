@@ -439,3 +439,43 @@ def test_kernels_num_threads_is_checked(monkeypatch: pytest.MonkeyPatch) -> None
         config.num_threads()
     monkeypatch.setenv("HOROVOD_APS_NUM_THREADS", "3")
     assert config.num_threads() == 3
+
+
+@pytest.mark.parametrize("fmt", [(5, 0, 1), (5, 2, 1), (5, 10, 1), (4, 3, 1)])
+@pytest.mark.parametrize("seed", [None, 7])
+def test_kernels_take_any_bytes_for_the_same_numbers(fmt: tuple[int, int, int], seed: int | None) -> None:
+    """Codes with the reserved exponent, which only malformed messages have; both instruction sets agree on them."""
+    n = 5000
+    rng = np.random.default_rng(3)
+    inputs = [rng.integers(0, 256, n * sum(fmt[:2]) // 8 + n, np.uint8) for _ in range(3)]
+    results = []
+    for avx2 in (1, 0):
+        K.library().aps_use_avx2(avx2)
+        out = np.zeros(n, np.float32)
+        segs = table_of([out], fmt)
+        segs["exponent"], segs["factor"] = 3, 0.5
+        sums = message_of(segs)
+        CPU.decode(segs, inputs)
+        reduced = segs.copy()
+        CPU.reduce(reduced, inputs, K.SUM_FLOAT, sums, seed)
+        results.append((out, sums, reduced["exponent"]))
+    assert np.isfinite(results[0][0]).all() and results[0][2][0] < 20
+    for one, other in zip(*results):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("exponent", [-4097, 4097, 2**31 - 1, -(2**31)])
+def test_kernels_refuse_exponents_that_no_layer_has(exponent: int) -> None:
+    segs = table_of([np.ones(10, np.float32)], (4, 3, 1))
+    message = message_of(segs)
+    CPU.scan(segs)
+    CPU.encode(segs, message)
+    segs["exponent"] = exponent
+    for call in (
+        lambda: CPU.encode(segs, message),
+        lambda: CPU.decode(segs, [message]),
+        lambda: CPU.reduce(segs, [message], K.SUM_FLOAT, message.copy()),
+        lambda: CPU.residual(segs, message),
+    ):
+        with pytest.raises(ValueError, match=r"the exponent must be in -4096\.\.4096.* \(segment 0\)"):
+            call()
