@@ -130,8 +130,8 @@ def save_plot(records: list[dict[str, Any]], path: Path) -> None:
         axis.set_xticks(range(len(FORMATS)), [f"({e},{m})" for e, m in FORMATS])
         axis.set_title(f"digits, {n_ranks} ranks: training loss off fp32's, %")
         axis.grid(alpha=0.3)
-    axes[0][0].legend()
-    figure.tight_layout()
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncol=len(VARIANTS))
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

@@ -223,6 +223,7 @@ def test_tensorflow_examples_train_on_two_ranks(data: Path, tmp_path: Path) -> N
     check_ratio(first)
     assert "Resuming from" in resumed and "at step 69" in resumed  # 3 epochs of ceil(718 / 32) = 23 steps
     assert re.search(r"epoch 4: step 92", resumed) and "epoch 3" not in resumed
+    assert {path.name for path in (tmp_path / "check").glob("*.rank?")} == {"digits.rank0", "digits.rank1"}
     assert re.search(r"epoch 1: step 2, train loss .* top-1 [0-9.]+%", image)
     assert re.search(r"epoch 1: step 1, train loss [0-9.]+, mean IoU 0\.[0-9]+", camvid)
     assert re.search(r"Images/s per CPU rank: [0-9.]+ \+- [0-9.]+", speed)

@@ -81,6 +81,7 @@ class Checkpoints:
         if self.path and hvd.rank() == 0:
             self.state.write(self.path)
         if self.path and self.compressor:
+            os.makedirs(os.path.dirname(self._own_path) or ".", exist_ok=True)
             state = self.compressor.state_dict()
             residuals = {f"r:{name}": values for name, values in state.pop("residuals").items()}
             unfinished = f"{self._own_path}.unfinished"
