@@ -96,7 +96,6 @@ def check_ratio(output: str, limit: float = 0.27) -> None:
 # ---- PyTorch ----
 
 
-@pytest.mark.slow
 def test_pytorch_examples_train_on_two_ranks(data: Path, tmp_path: Path) -> None:
     imagenet = ["--train-dir", f"{data}/imagenet/train", "--val-dir", f"{data}/imagenet/val", "--model", "resnet18"]
     small = ["--batch-size", "2", "--max-steps", "2"]
@@ -156,7 +155,6 @@ def test_pytorch_examples_train_on_two_ranks(data: Path, tmp_path: Path) -> None
         "digits.pt", "digits.pt.rank0", "digits.pt.rank1"]
 
 
-@pytest.mark.slow
 def test_pytorch_example_runs_under_horovodrun(tmp_path: Path) -> None:
     plan = [{"script": "pytorch/pytorch_digits.py", "arguments": ["--max-steps", "3", *APS]}]
     ranks = run_plan(plan, tmp_path, HOROVODRUN)
@@ -167,7 +165,6 @@ def test_pytorch_example_runs_under_horovodrun(tmp_path: Path) -> None:
 # ---- TensorFlow ----
 
 
-@pytest.mark.slow
 def test_tensorflow_examples_train_on_two_ranks(data: Path, tmp_path: Path) -> None:
     imagenet = ["--train-dir", f"{data}/imagenet/train", "--val-dir", f"{data}/imagenet/val", "--model", "MobileNet"]
     checkpoint = ["--checkpoint", f"{tmp_path}/check/digits"]
@@ -235,7 +232,6 @@ def test_tensorflow_examples_train_on_two_ranks(data: Path, tmp_path: Path) -> N
 # ---- The demo ----
 
 
-@pytest.mark.slow
 def test_demo_ends_with_table_and_plot(tmp_path: Path) -> None:
     done = launch([sys.executable, str(ROOT / "examples" / "demo.py"), "--epochs", "1", "--out", str(tmp_path)])
     assert done.returncode == 0, done.stdout + done.stderr

@@ -168,7 +168,6 @@ def test_all_modules_are_in_the_list_of_modules() -> None:
     assert names <= {name.rstrip("/") for name in listed}
 
 
-@pytest.mark.slow
 def test_documentation_builds_without_warnings(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],

@@ -88,7 +88,6 @@ def test_report_of_other_ranks_shows_what_differs():
     assert text.count("versions") == 1 and "rank 1: [FAIL] kernels: broken" in text and "1 failures" in text
 
 
-@pytest.mark.slow
 def test_two_ranks_exchange():
     done = call([*MPIRUN, "-np", "2", *COMMAND])
     assert done.returncode == 0, done.stdout + done.stderr
@@ -96,7 +95,6 @@ def test_two_ranks_exchange():
     assert done.stdout.count("[ ok ] versions") == 1 and "2 ranks, all is well" in done.stdout
 
 
-@pytest.mark.slow
 def test_fault_on_another_rank_is_shown_and_fails():
     done = call([*MPIRUN, "-np", "1", *COMMAND, ":", "-np", "1", "env", "HOROVOD_APS_THREADS=4", *COMMAND])
     assert done.returncode != 0
@@ -104,7 +102,6 @@ def test_fault_on_another_rank_is_shown_and_fails():
     assert "2 ranks, 1 failures" in done.stdout
 
 
-@pytest.mark.slow
 def test_absent_rank_is_reported_in_time():
     start = time.monotonic()
     done = call([*MPIRUN, "-np", "1", *COMMAND, "--timeout", "5", ":", "-np", "1", "sleep", "200"])

@@ -147,7 +147,6 @@ def test_one_bad_element_of_a_large_layer(bad, n_ranks):
         np.testing.assert_array_equal(out["other"], np.full(100, 2.0, np.float32))
 
 
-@pytest.mark.slow
 def test_one_nan_in_a_hundred_million():
     """The issue's size, in one scan: the exponent that all ranks would share says that the layer is not finite."""
     x = np.zeros(100_000_000, np.float32)
