@@ -9,11 +9,10 @@ demo: setup
 	$(PY) examples/demo.py
 
 # tests/parallel runs on several ranks: tests/test_parallel.py launches it under mpirun and horovodrun. Launches get the
-# machine to themselves; tests of one process, and elastic jobs, which mostly wait, run side by side.
-TOGETHER := tests/single tests/test_elastic.py
+# machine to themselves, everything else runs two at a time.
 test: setup
-	$(PY) -m pytest $(TOGETHER) -m "not slow" -q -n 3 --dist worksteal --durations=10
-	$(PY) -m pytest tests --ignore=tests/parallel $(TOGETHER:%=--ignore=%) -m "not slow" --durations=25
+	$(PY) -m pytest tests/single -m "not slow" -q -n 2 --dist worksteal --durations=10
+	$(PY) -m pytest tests --ignore=tests/parallel --ignore=tests/single -m "not slow" --durations=25
 
 # the long ones: exhaustive sweeps, 2^31 elements, four ranks, packaging
 test-slow: setup
