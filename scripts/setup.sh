@@ -71,6 +71,9 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$want" ]; then
         "$PY" -m pip install --disable-pip-version-check --no-deps "torchvision==$TORCHVISION_VERSION"
     echo "$want" >"$stamp"
 fi
+packages=$("$PY" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+cp scripts/torchvision_schemas.py "$packages/"
+echo 'import torchvision_schemas' >"$packages/torchvision_schemas.pth"
 
 # 3. Horovod ---------------------------------------------------------------------------------------
 # The wheel is bound to the frameworks' C++ ABI, so the cache key names all that it was built against.

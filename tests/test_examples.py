@@ -30,7 +30,6 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TF_CPP_MIN_LOG_LEVEL": "2",
     "TF_NUM_INTRAOP_THREADS": "1",  # ranks share the cores
-    "PYTHONPATH": str(ROOT / "tests" / "torchvision_beside_cpu_torch"),
 }
 APS = ["--aps-allreduce", "--aps-exp-bits", "4", "--aps-man-bits", "3"]
 

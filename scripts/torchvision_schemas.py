@@ -1,9 +1,8 @@
-"""Put this folder on PYTHONPATH where torchvision's wheel was built for another torch than the one installed.
+"""Lets torchvision's wheel, which was built for the CUDA build of torch, be imported beside the CPU build.
 
-The CPU-only torch that Horovod is built with here does not load torchvision's compiled operators. The
-examples use none of them, but `import torchvision` wants the schemas of two to exist. Python imports this
-module by itself; the schemas are defined when torchvision is about to be imported, so that programs which do
-not use torch do not get it.
+The CPU build does not load torchvision's compiled operators. The examples use none of them, but `import torchvision`
+wants the schemas of two to exist. `make setup` puts this module into .venv, where Python imports it by itself; the
+schemas are defined when torchvision is about to be imported, so that programs which do not use torch do not get it.
 """
 
 import importlib.abc
