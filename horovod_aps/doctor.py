@@ -77,7 +77,7 @@ def check_versions() -> Iterator[Finding]:
     keras = installed("keras")
     if found["tensorflow"] and keras and keras.startswith("3") and os.environ.get("TF_USE_LEGACY_KERAS") != "1":
         yield Finding(YELLOW, "keras", f"{keras}: Horovod's own DistributedOptimizer never all-reduces with Keras 3",
-                      "use horovod_aps.tensorflow's Keras 3 optimizer, or TF_USE_LEGACY_KERAS=1 with tf-keras")
+                      "use horovod_aps.keras.DistributedOptimizer, or TF_USE_LEGACY_KERAS=1 with tf-keras")
 
 
 def check_environment() -> Iterator[Finding]:
