@@ -1,6 +1,6 @@
 """What does error feedback buy at 4 bits? Every run is paired with the fp32 run of its seed.
 
-    python benchmarks/feedback.py             # all runs, a few minutes; table, plot and claims
+    python benchmarks/feedback.py             # all runs, a quarter of an hour; table, plot and claims
     python benchmarks/feedback.py --seeds 2   # a quick look
 
 A network of one hidden layer learns scikit-learn's digits on N emulated ranks through the real exchange. It has

@@ -69,6 +69,13 @@ def assert_same_bits(actual: Any, wanted: Any, what: str = "") -> None:
     np.testing.assert_array_equal(actual[~nan].view(unsigned), wanted[~nan].view(unsigned), err_msg=what)
 
 
+def check(actual: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> None:
+    """The same names, and the same bits under each."""
+    assert actual.keys() == wanted.keys()
+    for name in wanted:
+        assert_same_bits(actual[name], wanted[name], name)
+
+
 def make_gradients(
     sizes: Sequence[int], n_ranks: int, dtype: str = "float32", seed: int = 0
 ) -> list[dict[str, np.ndarray]]:

@@ -102,7 +102,7 @@ def _all_speak_mpi(ticket: np.ndarray) -> bool:
 
 def _reduce_tensors(call: Call, ticket: np.ndarray, values: Sequence[tf.Tensor], gpu: str | None) -> list[tf.Tensor]:
     """Reduce eager tensors on the GPU, or on the host if there is none or nothing to pack."""
-    if call.compressor._options.transport != "packed" or _process_set(call).size() == 1:
+    if gpu and (call.compressor._options.transport != "packed" or _process_set(call).size() == 1):
         gpu = None
     with tf.device(gpu or "/CPU:0"):
         values = [tf.identity(value) for value in values]

@@ -11,7 +11,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 import tensorflow as tf
-from exchange_oracle import SIZES, assert_same_bits, expected, make_gradients
+from exchange_oracle import SIZES, assert_same_bits, check, expected, make_gradients
 from reference import Format
 from tf_common import digits, initial_weights, replicas_equal
 
@@ -35,12 +35,6 @@ def grouped(grads: list[dict[str, np.ndarray]], compressor: APSCompressor, graph
     for tensor, x in zip(tensors, grads[hvd.rank()].values()):
         assert_same_bits(tensor.numpy(), x, "the input was overwritten")
     return {name: result.numpy() for name, result in zip(grads[0], results)}
-
-
-def check(actual: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
-    assert actual.keys() == wanted.keys()
-    for name in wanted:
-        assert_same_bits(actual[name], wanted[name], name)
 
 
 @MODES

@@ -15,7 +15,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 import tensorflow as tf
-from exchange_oracle import SIZES, assert_same_bits, expected, make_gradients
+from exchange_oracle import SIZES, assert_same_bits, check, expected, make_gradients
 from reference import Format
 
 from horovod_aps.tensorflow import APSCompressor, devices
@@ -59,11 +59,6 @@ def reduce(grads, compressor: APSCompressor, graph: bool, device: str = GPU, **k
     for tensor, x in zip(tensors, grads[hvd.rank()].values()):
         assert_same_bits(tensor.numpy(), x, "the input was overwritten")
     return {name: result.numpy() for name, result in zip(grads[0], results)}
-
-
-def check(actual: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
-    for name in wanted:
-        assert_same_bits(actual[name], wanted[name], name)
 
 
 @MODES
