@@ -1,11 +1,13 @@
 """benchmarks/cluster.py: links are as slow as asked, bytes are counted, nothing is left behind.
 
-Oracles: the byte counts that plain sockets report, the clock, and the kernel's own list of namespaces.
+Oracles: the byte counts that plain sockets report, the kernel's own lists of namespaces and queues, and the clock where
+it can't be late: nothing crosses a link faster than asked, however busy the machine is.
 Hosts need root; without it the one thing to test is that the error says so.
 """
 
 import contextlib
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -32,8 +34,8 @@ if os.environ["HOST_INDEX"] == "0":
     peer.sendall(b"?")
     peer.recv(1)
     round_trip = time.monotonic() - start
-    peer.sendall(b"!")
     start, n_received = time.monotonic(), 0
+    peer.sendall(b"!")
     while chunk := peer.recv(1 << 20):
         n_received += len(chunk)
     assert n_received == {N_SENT}
@@ -75,6 +77,14 @@ def _pids_in(namespace: str) -> list[str]:
     return listed.stdout.split()
 
 
+def _rate_of(namespace: str) -> float:
+    """Bits per second that the kernel lets a host send."""
+    listed = subprocess.run(
+        ["tc", "-j", "-n", namespace, "qdisc", "show", "dev", "eth0"], capture_output=True, text=True, check=True
+    )
+    return 8.0 * json.loads(listed.stdout)[0]["options"]["rate"]
+
+
 def _wait_for(condition: Callable[[], bool], seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -91,13 +101,13 @@ def test_cluster_honours_rate_and_delay(rate: str, delay_ms: float) -> None:
         before = hosts.bytes()
         done = hosts.run([sys.executable, "-c", TRANSFER], timeout=60)
         sent = [after - start for start, after in zip(before, hosts.bytes(), strict=True)]
+        assert [_rate_of(host) for host in hosts.hosts] == [cluster.rate_in_bits(rate)] * 2
     assert [one.returncode for one in done] == [0, 0], done
     round_trip, seconds = map(float, done[0].stdout.split())
-    limit = N_SENT * 8 / cluster.rate_in_bits(rate)
-    # Never faster than the wire, but for the buckets' burst; slower only by headers and load.
-    assert 0.9 * limit < seconds < 2.0 * limit + 0.5
-    assert 2e-3 * delay_ms <= round_trip < 2e-3 * delay_ms + 0.2
-    assert N_SENT < sent[1] < 1.1 * N_SENT
+    # Never faster than the wire, but for the buckets' burst.
+    assert seconds > 0.9 * N_SENT * 8 / cluster.rate_in_bits(rate)
+    assert round_trip >= 2e-3 * delay_ms
+    assert N_SENT < sent[1] < 1.3 * N_SENT  # headers, and what the queue dropped and TCP sent again
     assert sent[0] < 0.1 * N_SENT
 
 
@@ -143,9 +153,9 @@ def test_cluster_signal_leaves_nothing_behind(number: signal.Signals, delay_ms: 
         text=True,
     )
     try:
-        assert _wait_for(lambda: _runs("sleep 1235", driver.pid) == 2, 30)
+        assert _wait_for(lambda: _runs("sleep 1235", driver.pid) == 2, 60)
         driver.send_signal(number)
-        driver.wait(timeout=20)
+        driver.wait(timeout=60)
     finally:
         driver.kill()
         driver.communicate()
@@ -177,14 +187,14 @@ def test_cluster_signal_ends_local_ranks(number: signal.Signals, tmp_path: Path)
         driver.kill()
         driver.wait()
     processes = [Path("/proc") / path.read_text().strip() for path in tmp_path.glob("*.pid")]
-    assert _wait_for(lambda: not any(process.exists() for process in processes), 10)
+    assert _wait_for(lambda: not any(process.exists() for process in processes), 60)
 
 
 @requires_hosts
 def test_cluster_sweep_removes_what_a_killed_run_left_and_spares_the_living() -> None:
     driver = subprocess.Popen([sys.executable, str(SCRIPT), "--hosts", "2", "--", "sleep", "1236"])
     try:
-        assert _wait_for(lambda: _runs("sleep 1236", driver.pid) == 2, 30)
+        assert _wait_for(lambda: _runs("sleep 1236", driver.pid) == 2, 60)
         cluster.sweep()
         assert len(_namespaces_of(driver.pid)) == 3  # two hosts and the switch
     finally:

@@ -91,13 +91,11 @@ def test_packaging_wheel_and_sdist_work_without_the_checkout(tmp_path: Path) -> 
     install_and_try(sdist, tmp_path)
 
 
-def test_packaging_import_loads_no_framework_and_is_fast() -> None:
+def test_packaging_import_loads_neither_a_framework_nor_numpy() -> None:
     code = (
-        "import sys, time; start = time.perf_counter()\n"
-        "import horovod_aps; took = time.perf_counter() - start\n"
+        "import sys, horovod_aps\n"
         "bad = {'torch', 'tensorflow', 'cupy', 'mpi4py', 'horovod', 'numpy'} & set(sys.modules)\n"
         "assert not bad, bad\n"
-        "assert took < 0.5, took\n"
         "from horovod_aps import FloatFormat, kernels\n"
         "bad = {'torch', 'tensorflow', 'cupy', 'mpi4py', 'horovod'} & set(sys.modules)\n"
         "assert not bad, bad\n"
