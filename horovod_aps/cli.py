@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -23,7 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; a user's mistake is one line on stderr and exit code 2."""
     args = build_parser().parse_args(argv)
     try:
-        return args.run(args) or 0
+        code = args.run(args) or 0
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # as in `horovod-aps predict ... | head`; the interpreter flushes once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, TypeError, FileNotFoundError) as error:
         print(f"horovod-aps {args.command}: {error}", file=sys.stderr)
         return 2

@@ -235,3 +235,13 @@ def test_command_without_subcommand_shows_usage(capsys):
         cli.main([])
     assert exit_info.value.code == 2
     assert "calibrate" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    """As in `horovod-aps predict | head`: the pipe's other end is closed before anything is written."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "horovod_aps.cli", "predict", "--model", "resnet50"]
+    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (0, "")
