@@ -11,6 +11,11 @@ from pathlib import Path
 
 VARIABLES = {"HOROVOD_APS_NUM_THREADS", "HOROVOD_APS_AVX2", "HOROVOD_APS_LOG", "HOROVOD_APS_TIMELINE",
              "HOROVOD_APS_BUILD_CACHE", "HOROVOD_APS_TEST_LOG"}  # the last two are for scripts/setup.sh and tests
+# Rank and size as launchers set them. The innermost comes first: mpirun and horovodrun may run inside an srun. Slurm
+# sets SLURM_PROCID, and SLURM_NTASKS for a job's size, in an sbatch script too, where nothing was launched; it is
+# SLURM_STEP_NUM_TASKS that only srun sets. A bare PMIX_RANK is from a launcher that tells no size.
+LAUNCHERS = (("HOROVOD_RANK", "HOROVOD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+             ("PMI_RANK", "PMI_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), ("PMIX_RANK",))
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -64,7 +69,18 @@ def timeline_file() -> Path | None:
 
 def launcher_rank() -> str | None:
     """This process's rank as its launcher tells it, known before `hvd.init()`; None without a launcher."""
-    for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
-        if os.environ.get(name, "").isdecimal():
-            return os.environ[name]
-    return None
+    return _launched()[0]
+
+
+def launcher_size() -> str | None:
+    """How many processes the launcher started; None without a launcher, or if it does not tell."""
+    return _launched()[1]
+
+
+def _launched() -> tuple[str | None, str | None]:
+    """Rank and size from one launcher, never mixed: the first of LAUNCHERS that set its variables."""
+    for names in LAUNCHERS:
+        values = [os.environ.get(name, "") for name in names]
+        if all(map(str.isdecimal, values)):
+            return (values[0], values[1] if len(values) > 1 else None)
+    return None, None

@@ -35,10 +35,38 @@ def read(path):
     return [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
 
 
+def launched(monkeypatch, **variables):
+    """As a launcher starts us that sets these variables."""
+    for name in [name for names in config.LAUNCHERS for name in names]:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}  # in an sbatch script, whatever it starts
+SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "4", "PMIX_RANK": "3"}
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    "variables, rank, size",
+    [({}, None, None), (BATCH, None, None), (SRUN, "3", "4"), (MPIRUN, "1", "2"),
+     ({"HOROVOD_RANK": "5", "HOROVOD_SIZE": "6"}, "5", "6"), ({"PMI_RANK": "0", "PMI_SIZE": "3"}, "0", "3"),
+     ({"PMIX_RANK": "2"}, "2", None), (BATCH | MPIRUN, "1", "2"), (SRUN | MPIRUN, "1", "2"),
+     (SRUN | {"HOROVOD_RANK": "5", "HOROVOD_SIZE": "6"}, "5", "6"), ({"HOROVOD_RANK": "-1"} | MPIRUN, "1", "2")],
+)
+def test_rank_and_size_are_the_innermost_launchers(variables, rank, size, tmp_path, monkeypatch):
+    """Oracle: Slurm's manual (srun's and sbatch's output variables), Open MPI's and Horovod's launchers."""
+    launched(monkeypatch, **variables)
+    assert (config.launcher_rank(), config.launcher_size()) == (rank, size)
+    monkeypatch.setenv("HOROVOD_APS_TIMELINE", str(tmp_path / "t.json"))
+    assert config.timeline_file() == tmp_path / f"t.rank{rank or 0}.json"
+
+
 @pytest.mark.parametrize("n_ranks, wanted", [(2, TWO_RANKS), (3, THREE_RANKS)])
 def test_timeline_shows_all_phases_in_order(n_ranks, wanted, tmp_path, monkeypatch):
     monkeypatch.setenv("HOROVOD_APS_TIMELINE", str(tmp_path / "trace.json"))
-    monkeypatch.setenv("HOROVOD_RANK", "1")
+    launched(monkeypatch, HOROVOD_RANK="1", HOROVOD_SIZE="4")
     reduce_once(n_ranks)
     events = read(tmp_path / "trace.rank1.json")
     assert sorted(e["name"] for e in events) == sorted(wanted * n_ranks)
@@ -69,7 +97,7 @@ def test_no_file_and_no_lines_unless_asked(tmp_path, monkeypatch):
 
 
 def test_debug_log_prints_phases_with_rank(monkeypatch, capsys):
-    monkeypatch.setenv("HOROVOD_RANK", "3")
+    launched(monkeypatch, HOROVOD_RANK="3", HOROVOD_SIZE="4")
     lines = []
     handler = logging.StreamHandler()
     handler.emit = lambda record: lines.append(logger.handlers[0].format(record))  # type: ignore[method-assign]
@@ -131,6 +159,6 @@ def test_environment_is_read_in_config_only():
 
 def test_log_level_comes_from_the_environment():
     code = "from horovod_aps.log import trace; trace('seen %d', 7)"
-    run = subprocess.run([sys.executable, "-c", code], env={"HOROVOD_APS_LOG": "DEBUG", "HOROVOD_RANK": "2"},
-                         capture_output=True, text=True, check=True)
+    env = {"HOROVOD_APS_LOG": "DEBUG", "HOROVOD_RANK": "2", "HOROVOD_SIZE": "4"}
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert run.stderr.startswith("[horovod_aps rank 2 ") and "seen 7" in run.stderr
