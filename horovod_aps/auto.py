@@ -1,11 +1,13 @@
 """Choosing a format per layer from what the first gradients look like: overrides="auto".
 
 Beside the encode step of the flow: while it watches, gradients travel in float32; then every rank proposes the
-smallest candidate that keeps a layer's error under the bound, and the widest proposal of any rank wins.
+smallest candidate that keeps a layer's error under the bound, and the widest proposal of any rank wins. A layer in
+which no rank has seen anything but zeros, NaN and Inf is left alone.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -21,24 +23,29 @@ class AutoChooser:
     """Collects every candidate's rounding error per layer."""
 
     def __init__(self, options: Options) -> None:
-        self._bound = options.auto_error
+        self._bound, self._min_elements = options.auto_error, options.min_elements
         formats = [(as_wire_format(value, options.specials, "auto_candidates"), value)
                    for value in options.auto_candidates]
         self._candidates: list[tuple[WireFormat, Any]] = sorted(formats, key=lambda pair: pair[0].bits)
+        self._first = next((i for i, (fmt, _) in enumerate(self._candidates) if not fmt.raw), None)
         self._errors: dict[str, np.ndarray] = {}
         self._norms: dict[str, float] = {}
 
     def observe(self, kernels: Any, names: Sequence[str], table: np.ndarray, layer_of_segment: np.ndarray) -> None:
         """Round the values that `table` points at to every candidate and add up the squared errors."""
+        sizes = np.bincount(layer_of_segment, table["n"], len(names))
+        measured = [(i, name) for i, name in enumerate(names) if sizes[i] >= self._min_elements]
+        for _, name in measured:
+            self._errors.setdefault(name, np.zeros(len(self._candidates)))
         for position, (fmt, _) in enumerate(self._candidates):
             if fmt.raw:
                 continue
             trial = table.copy()
             trial["exp_bits"], trial["man_bits"] = fmt.exp_bits, fmt.man_bits
             trial["flags"] = SPECIALS if fmt.specials else 0
-            sizes = [packed_bytes(int(n), fmt.bits) for n in trial["n"]]
-            trial["offset"] = np.concatenate([[0], np.cumsum(sizes)[:-1]]) if sizes else []
-            message = kernels.alloc(sum(sizes))
+            lengths = [packed_bytes(int(n), fmt.bits) for n in trial["n"]]
+            trial["offset"] = np.concatenate([[0], np.cumsum(lengths)[:-1]]) if lengths else []
+            message = kernels.alloc(sum(lengths))
             kernels.scan(trial)
             shared = np.full(len(names), np.iinfo(np.int32).min, np.int32)
             np.maximum.at(shared, layer_of_segment, trial["exponent"])
@@ -46,11 +53,10 @@ class AutoChooser:
             kernels.encode(trial, message)
             sums = np.zeros((len(names), 4))
             np.add.at(sums, layer_of_segment, kernels.measure(trial, message))
-            for i, name in enumerate(names):
-                errors = self._errors.setdefault(name, np.zeros(len(self._candidates)))
+            for i, name in measured:
                 if np.isfinite(sums[i]).all():
-                    errors[position] += sums[i, 1]
-                    if position == 0:
+                    self._errors[name][position] += sums[i, 1]
+                    if position == self._first:
                         self._norms[name] = self._norms.get(name, 0.0) + float(sums[i, 2])
 
     def state(self) -> dict[str, Any]:
@@ -64,22 +70,28 @@ class AutoChooser:
         self._norms = {name: float(values[0]) for name, values in state.items()}
         self._errors = {name: np.array(values[1:], np.float64) for name, values in state.items()}
 
-    def proposal(self) -> bytes:
-        """This rank's choice: the index of the smallest sufficient candidate per layer."""
+    def proposal(self, n_ranks: int) -> bytes:
+        """This rank's choice: the index of the smallest sufficient candidate per layer.
+
+        More than two ranks round twice, and the squares of the two errors add up.
+        """
         choice = {}
         for name, errors in self._errors.items():
-            limit = self._bound**2 * self._norms.get(name, 0.0)
+            norm = self._norms.get(name, 0.0)
+            if not norm and self._first is not None:
+                continue
+            limit = self._bound**2 * norm / (2 if n_ranks > 2 else 1)
             good = [i for i, (fmt, _) in enumerate(self._candidates) if fmt.raw or errors[i] <= limit]
             choice[name] = good[0] if good else len(self._candidates) - 1
         return json.dumps(choice).encode()
 
     def settle(self, proposals: Sequence[bytes]) -> dict[str, Any]:
-        """The overrides that follow from all ranks' proposals, equal on all of them."""
+        """The overrides that follow from all ranks' proposals, equal on all of them; each is for one layer."""
         merged: dict[str, int] = {}
         for rank, raw in enumerate(proposals):
             for name, index in self._parse(raw, rank).items():
                 merged[name] = max(merged.get(name, 0), index)
-        return {name: self._candidates[index][1] for name, index in sorted(merged.items())}
+        return {glob.escape(name): self._candidates[index][1] for name, index in sorted(merged.items())}
 
     def _parse(self, raw: bytes, rank: int) -> dict[str, int]:
         """A rank's proposal; ValueError for bytes that are truncated or not ours."""

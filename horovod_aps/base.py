@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,8 @@ class BaseCompressor:
                 "auto" sends the first `auto_steps` steps in float32, measures, and chooses for every layer.
             warmup_steps: send the first steps in float32.
             auto_steps: how many steps "auto" measures.
-            auto_error: the relative error that "auto" stays under, layer by layer.
+            auto_error: the relative error that rounding may bring to a layer in a format that "auto" chooses. Where
+                the ranks' gradients cancel, the error of their sum is larger.
             auto_candidates: the formats that "auto" chooses from.
             transport: "packed" is the APS exchange; "allreduce" sends rounded values as float16 through Horovod's
                 own all-reduce, twice the bytes, for `hvd.join()`.
@@ -107,21 +108,25 @@ class BaseCompressor:
                    overrides: Mapping[str, Any] | None = None) -> None:
         """Change the format between steps; call it at the same point on all ranks, which is checked.
 
-        A rank that was left behind makes the next exchange raise ValueError on all of them.
+        A rank that was left behind makes the next exchange raise ValueError on all of them. `e` and `m` are for the
+        layers that no override names; new `overrides` replace all former ones, those that "auto" has chosen among them.
         """
         changes: dict[str, Any] = {key: value for key, value in (("e", e), ("m", m)) if value is not None}
         if overrides is not None:
             changes["overrides"] = dict(overrides)
         self._options = self._options.replace(**changes)
         for exchange in self._exchanges.values():
-            exchange.options = exchange.options.replace(**changes)
+            exchange.change(changes)
 
     def chosen_overrides(self) -> dict[str, Any] | None:
-        """What overrides="auto" has chosen, as a dict to paste back; None while it still measures."""
-        for exchange in self._exchanges.values():
-            if not isinstance(exchange.options.overrides, str):
-                return dict(exchange.options.overrides)
-        return None
+        """What overrides="auto" has chosen, as a dict to paste back; None while it still measures, and without it."""
+        return self._merge(exchange.chosen for exchange in self._exchanges.values())
+
+    @staticmethod
+    def _merge(parts: Iterable[dict[str, Any] | None]) -> dict[str, Any] | None:
+        """One dict of all that are there."""
+        known = [part for part in parts if part is not None]
+        return {name: value for part in known for name, value in part.items()} if known else None
 
     def stats(self) -> dict[str, Any]:
         """Bytes sent against fp32, their ratio, and per layer the exponent and, with stats=True, the errors."""
@@ -144,14 +149,9 @@ class BaseCompressor:
         exchanges = [*self._retired.values(), *self._exchanges.values()]
         if not exchanges:
             return dict(self._loaded or {"step_number": 0, "residuals": {}, "overrides": None, "auto": None})
-        merged: dict[str, Any] = {"step_number": 0, "residuals": {}, "overrides": None, "auto": None}
-        for exchange in exchanges:
-            state = exchange.state()
-            merged["step_number"] = max(merged["step_number"], state["step_number"])
-            merged["residuals"].update(state["residuals"])
-            merged["overrides"] = state["overrides"] or merged["overrides"]
-            merged["auto"] = state["auto"] or merged["auto"]
-        return merged
+        states = [exchange.state() for exchange in exchanges]
+        return {"step_number": max(state["step_number"] for state in states),
+                **{key: self._merge(state[key] for state in states) for key in ("residuals", "overrides", "auto")}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()`; a resumed run equals an uninterrupted one bit for bit."""

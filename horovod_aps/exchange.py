@@ -121,7 +121,7 @@ class Exchange:
     def _choose_formats(self) -> Generator[bool, None, None]:
         """End of the measuring steps of overrides="auto": settle every layer's format with all ranks."""
         assert self._chooser is not None
-        request = self.transport.gather_bytes(self._chooser.proposal(), 0)
+        request = self.transport.gather_bytes(self._chooser.proposal(self.transport.size), 0)
         while not request.done():
             yield False
         overrides = self._chooser.settle(request.result())
@@ -130,20 +130,30 @@ class Exchange:
         if self.transport.rank == 0:
             logger.warning("formats chosen by overrides=\"auto\":\n%s", format_table(overrides))
 
+    @property
+    def chosen(self) -> dict[str, Any] | None:
+        """The formats that overrides="auto" has chosen; None while it measures, and without it."""
+        return dict(self.options.overrides) if self._is_auto and self._chooser is None else None  # type: ignore
+
+    def change(self, changes: Mapping[str, Any]) -> None:
+        """Change options between steps, in the same way on all ranks; overrides by hand put an end to "auto"."""
+        self.options = self.options.replace(**changes)
+        if "overrides" in changes:
+            self._is_auto, self._chooser = False, None
+
     def state(self) -> dict[str, Any]:
         """Residuals and schedule position, as plain arrays and numbers."""
         residuals = {name: np.array(self.kernels.to_host(kept)) for name, kept in self.residuals.items()}
-        chosen = None if isinstance(self.options.overrides, str) else dict(self.options.overrides)
         measured = None if self._chooser is None else self._chooser.state()
-        return {"step_number": self.step_number, "residuals": residuals, "overrides": chosen, "auto": measured}
+        return {"step_number": self.step_number, "residuals": residuals, "overrides": self.chosen, "auto": measured}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a `state()`."""
+        """Go on from a `state()`; formats that "auto" had chosen are for "auto" only, the user's own come first."""
         self.step_number = state["step_number"]
         self.residuals = {}
         for name, values in state["residuals"].items():
             self.residuals[name] = self.kernels.from_host(values)
-        if state["overrides"] is not None:
+        if self._is_auto and state["overrides"] is not None:
             self.options = self.options.replace(overrides=state["overrides"])
             self._chooser = None
         elif self._chooser is not None and state.get("auto"):
@@ -225,8 +235,8 @@ class Exchange:
         """Everyone's description of the batch."""
         specs = self._specs(batch.values())
         trace("negotiating a batch of %d layers", len(specs))
-        chosen = dict(self.options.overrides) if self._is_auto and self._chooser is None else None  # type: ignore
-        request = self.transport.gather_bytes(agreement.proposal(specs, self.options, self.step_number, chosen), 0)
+        proposal = agreement.proposal(specs, self.options, self.step_number, self.chosen)
+        request = self.transport.gather_bytes(proposal, 0)
         while not request.done():
             yield False
         return request.result()

@@ -111,6 +111,8 @@ class Options:
             raise TypeError(f"APSCompressor: bucket_mb must be a number, got {type(self.bucket_mb).__name__}")
         if not 0 < self.bucket_mb <= 4096:
             raise ValueError(f"APSCompressor: bucket_mb must be in (0, 4096], got {self.bucket_mb}")
+        if isinstance(self.auto_error, bool) or not isinstance(self.auto_error, (int, float)):
+            raise TypeError(f"APSCompressor: auto_error must be a number, got {type(self.auto_error).__name__}")
         if not 0 < self.auto_error:
             raise ValueError(f"APSCompressor: auto_error must be positive, got {self.auto_error}")
         if isinstance(self.overrides, str):
@@ -124,10 +126,19 @@ class Options:
                 if not isinstance(pattern, str):
                     raise TypeError(f"APSCompressor: overrides keys must be name patterns, got {pattern!r}")
                 as_wire_format(value, self.specials, f"APSCompressor: overrides[{pattern!r}]")
-        for value in self.auto_candidates:
-            as_wire_format(value, self.specials, "APSCompressor: auto_candidates entry")
+        object.__setattr__(self, "auto_candidates", tuple(map(self._check_candidate, self.auto_candidates)))
+        if self.overrides == "auto" and not self.auto_candidates:
+            raise ValueError('APSCompressor: overrides="auto" needs at least one of auto_candidates, got none')
         if self.transport == "allreduce":
             self._check_carrier()
+
+    def _check_candidate(self, value: Any) -> Any:
+        """A candidate as an (e, m) pair or "float32", so that the choice can be sent, saved and pasted."""
+        fmt = as_wire_format(value, self.specials, "APSCompressor: auto_candidates entry")
+        if fmt.specials != self.specials and not fmt.raw:
+            raise ValueError(f"APSCompressor: auto_candidates entry {value!r} must have specials={self.specials} like "
+                             f"the compressor")
+        return "float32" if fmt.raw else (fmt.exp_bits, fmt.man_bits)
 
     def _check_carrier(self) -> None:
         """float16 carries the rounded values of transport="allreduce"; they must be exact in it."""
