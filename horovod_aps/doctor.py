@@ -1,6 +1,6 @@
 """`horovod-aps doctor`: checks an installation and, under a launcher, the cluster; a red line comes with its remedy.
 
-    horovod-aps doctor                      this machine, with an exchange among emulated ranks
+    horovod-aps doctor                      this machine, Horovod on one rank, an exchange among emulated ranks
     horovodrun -np 2 horovod-aps doctor     all ranks, with a real exchange over the transport in use
 """
 
@@ -24,6 +24,23 @@ import numpy as np
 from horovod_aps import __version__, config, kernels
 
 GREEN, YELLOW, RED = "ok", "note", "FAIL"
+REBUILD = "reinstall Horovod for the frameworks that are here now: make setup, or HOROVOD_WITH_PYTORCH=1 (or " \
+          "HOROVOD_WITH_TENSORFLOW=1) pip install --no-cache-dir --force-reinstall --no-deps horovod==0.28.1"
+REPORT = "please report this with the lines above"
+REMEDIES = {  # for what a check did not foresee; by the name of its function
+    "versions": "reinstall: pip install .",
+    "environment": "unset the HOROVOD_APS_* variables",
+    "kernels": "rebuild the CPU library: pip install -e . --no-build-isolation",
+    "gpu": "see that nvidia-smi works, and that CuPy is the one for your CUDA version; without GPUs: "
+           "CUDA_VISIBLE_DEVICES=",
+    "launchers": "apt-get install openmpi-bin",
+    "local exchange": REPORT,
+    "import": REBUILD,
+    "init": "start with the launcher of the MPI that Horovod was built with, or with horovodrun --gloo; "
+            "horovodrun --check-build shows what it was built with",
+    "horovod": REBUILD,
+    "exchange": "try the other way to start (mpirun, horovodrun --gloo); HOROVOD_APS_LOG=debug prints every phase",
+}
 TESTED = {"torch": "2.13", "tensorflow": "2.21", "horovod": "0.28"}
 N_VALUES = 1000
 
@@ -153,7 +170,37 @@ def check_local_exchange() -> Iterator[Finding]:
     yield _judge("local exchange", outputs[0], 3, same, "3 emulated ranks")
 
 
-# ---- Under a launcher ---------------------------------------------------------------------------------------
+# ---- Horovod, with or without a launcher ----------------------------------------------------------------------
+
+
+def check_import(modules: list[Any]) -> Iterator[Finding]:
+    """Horovod's module for each framework that is installed; what can be imported goes into `modules`."""
+    failures = []
+    for name, packages in (("torch", ("torch",)), ("tensorflow", ("tensorflow", "tensorflow-cpu"))):
+        if installed(*packages) is None:
+            continue
+        if modules and config.launcher_rank() is not None:
+            break  # one is enough to exchange something
+        try:
+            modules.append(importlib.import_module(f"horovod.{name}"))
+        except Exception as error:  # a library built for another version fails in many ways
+            failures.append((name, f"{type(error).__name__}: {error}"))
+    for name, text in failures:
+        # Horovod may be built for one framework on purpose.
+        level = YELLOW if modules and "has not been built" in text else RED
+        yield Finding(level, "import", f"horovod.{name} cannot be imported: {text}", REBUILD)
+    if modules:
+        yield Finding(GREEN, "import", ", ".join(module.__name__ for module in modules))
+
+
+def check_init(hvd: Any) -> Iterator[Finding]:
+    """`hvd.init()`, and that it found those whom the launcher started."""
+    hvd.init()
+    started = config.launcher_size()
+    if started is not None and int(started) != hvd.size():
+        yield Finding(RED, "init", f"the launcher started {started} processes, but Horovod sees {hvd.size()}",
+                      "the launcher and Horovod must use the same MPI or PMI: see horovodrun --check-build, "
+                      "mpirun --version, srun --mpi=list")
 
 
 def check_horovod(hvd: Any) -> Iterator[Finding]:
@@ -215,32 +262,25 @@ def _judge(topic: str, result: np.ndarray, n_ranks: int, same: bool, where: str)
     exact = np.mean([_values(rank).astype(np.float64) for rank in range(n_ranks)], axis=0)
     error = float(np.linalg.norm(result - exact) / np.linalg.norm(exact))
     if not same:
-        return Finding(RED, topic, "ranks got different results", "please report this with the lines above")
+        return Finding(RED, topic, "ranks got different results", REPORT)
     if not error < 0.1:
-        return Finding(RED, topic, f"wrong result, relative error {error:.3g}",
-                       "please report this with the lines above")
+        return Finding(RED, topic, f"wrong result, relative error {error:.3g}", REPORT)
     return Finding(GREEN, topic, f"{where}, relative error {100 * error:.1f} % in (4, 3), the same bits on all")
 
 
 # ---- The report -----------------------------------------------------------------------------------------------
 
 
-def examine(checks: list[Callable[[], Iterator[Finding]]]) -> list[Finding]:
-    """All findings; a check that fails is one."""
+def examine(checks: list[Callable[..., Iterator[Finding]]], *args: Any) -> list[Finding]:
+    """All findings of checks that take `args`; a check that fails is one."""
     findings: list[Finding] = []
     for check in checks:
         try:
-            findings.extend(check())
+            findings.extend(check(*args))
         except Exception as error:  # any failure of any part is what people call the doctor for
-            topic = getattr(check, "__name__", "check").removeprefix("check_")
-            findings.append(Finding(RED, topic, f"{type(error).__name__}: {error}", "see the message"))
+            topic = check.__name__.removeprefix("check_").replace("_", " ")
+            findings.append(Finding(RED, topic, f"{type(error).__name__}: {error}", REMEDIES[topic]))
     return findings
-
-
-def import_horovod() -> Any:
-    """Horovod's module for the framework that is installed."""
-    name = "horovod.torch" if installed("torch") else "horovod.tensorflow"
-    return importlib.import_module(name)
 
 
 class _Watchdog:
@@ -267,22 +307,39 @@ class _Watchdog:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; 1 if anything on any rank is red."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    launched = config.launcher_rank() is not None
     findings = examine([check_versions, check_environment, check_kernels, check_gpu, check_launchers,
                         check_local_exchange])
-    if config.launcher_rank() is None:
-        print(*findings, sep="\n")
-        print("To check a cluster: horovodrun -np 2 horovod-aps doctor (or mpirun -np 2 horovod-aps doctor)")
-        return int(any(finding.level == RED for finding in findings))
+    if not launched:
+        print(*findings, sep="\n", flush=True)  # an MPI that cannot start ends the process
+    modules: list[Any] = []
     with _Watchdog(args.timeout):
-        hvd = import_horovod()
-        hvd.init()
-        findings += examine([lambda: check_horovod(hvd), lambda: check_exchange(hvd)])
+        horovod = examine([check_import], modules)
+        if modules:
+            horovod += examine([check_init], modules[0])
+        usable = not _red(horovod)
+        if usable:
+            horovod += examine([check_horovod, check_exchange] if launched else [check_horovod], modules[0])
+        findings += horovod
+        if not launched:
+            print(*horovod, sep="\n")
+            print("To check a cluster: horovodrun -np 2 horovod-aps doctor (or mpirun -np 2 horovod-aps doctor)")
+            return int(_red(findings))
+        if not usable:  # cannot tell the others; the launcher ends them
+            print(f"rank {config.launcher_rank()}:", *findings, sep="\n", flush=True)
+            return 1
+        hvd = modules[0]
         text = json.dumps([asdict(finding) for finding in findings])
         lines = gather_lines(hvd, text, "horovod_aps.doctor.reports")
         reports = [[Finding(**entry) for entry in json.loads(line)] for line in lines]
     if hvd.rank() == 0:
         print(_table(reports), flush=True)
-    return int(any(finding.level == RED for report in reports for finding in report))
+    return int(any(map(_red, reports)))
+
+
+def _red(findings: list[Finding]) -> bool:
+    return any(finding.level == RED for finding in findings)
 
 
 def _table(reports: list[list[Finding]]) -> str:

@@ -9,10 +9,11 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from horovod_aps import doctor, kernels
+from horovod_aps import config, doctor, kernels
 
 COMMAND = [sys.executable, "-m", "horovod_aps.cli", "doctor"]
 MPIRUN = ["mpirun", "--oversubscribe", "--bind-to", "none"]
@@ -21,16 +22,19 @@ ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "O
 
 def call(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a command without any launcher's or our own variables around it."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HOROVOD_", "OMPI_"))}
+    others = ("HOROVOD_", "OMPI_", "PMI", "SLURM_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     return subprocess.run(command, env=clean | ROOT | variables, capture_output=True, text=True, timeout=240)
 
 
 def test_healthy_machine_has_no_red_line():
     done = call(COMMAND)
     assert done.returncode == 0, done.stdout + done.stderr
-    for topic in ("versions", "horovod", "environment", "kernels", "gpu", "launchers", "local exchange"):
+    for topic in ("versions", "horovod", "environment", "kernels", "gpu", "launchers", "local exchange",
+                  "import", "transport"):
         assert f"[ ok ] {topic}: " in done.stdout, topic
     assert doctor.RED not in done.stdout
+    assert "[ ok ] horovod: rank 0 of 1, built with mpi, gloo" in done.stdout
     assert "horovodrun -np 2 horovod-aps doctor" in done.stdout
 
 
@@ -47,11 +51,75 @@ def test_wrong_variable_is_red(name, value, text, monkeypatch):
     assert len(red) == 1 and text in red[0].text and red[0].remedy
 
 
-def test_wrong_variable_makes_the_command_fail():
-    done = call(COMMAND, HOROVOD_APS_LOG="loud")
-    assert done.returncode == 1
-    assert "[FAIL] environment: HOROVOD_APS_LOG must be one of debug, info, warning, error" in done.stdout
-    assert "       -> unset it or correct it" in done.stdout
+@pytest.fixture
+def broken_horovod(tmp_path: Path) -> str:
+    """A folder for PYTHONPATH with a Horovod whose library was built for another torch."""
+    (tmp_path / "horovod" / "torch").mkdir(parents=True)
+    (tmp_path / "horovod" / "__init__.py").touch()
+    (tmp_path / "horovod" / "torch" / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN5torch')\n")
+    return str(tmp_path)
+
+
+def test_horovod_that_cannot_be_imported_is_red(broken_horovod):
+    """And so is a wrong variable, in the same run."""
+    done = call(COMMAND, PYTHONPATH=broken_horovod, HOROVOD_APS_LOG="loud")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    for line in ("[FAIL] environment: HOROVOD_APS_LOG must be one of debug, info, warning, error",
+                 "       -> unset it or correct it",
+                 "[FAIL] import: horovod.torch cannot be imported: ImportError: undefined symbol: _ZN5torch",
+                 "       -> reinstall Horovod for the frameworks that are here now"):
+        assert line in done.stdout, done.stdout
+    assert "[ ok ] import" not in done.stdout
+
+
+def test_horovod_that_cannot_be_imported_under_a_launcher_is_red(broken_horovod):
+    done = call(COMMAND, PYTHONPATH=broken_horovod, SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="2")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stdout.startswith("rank 1:\n") and "[FAIL] import: horovod.torch cannot be imported" in done.stdout
+
+
+class _Alone:
+    """Horovod as it is where its MPI does not know the launcher's PMI."""
+
+    size = staticmethod(lambda: 1)
+    init = staticmethod(lambda: None)
+
+
+@pytest.mark.parametrize("size, n_red", [("4", 1), ("1", 0)])
+def test_ranks_that_do_not_find_each_other_are_red(size, n_red, monkeypatch):
+    monkeypatch.setenv("HOROVOD_RANK", "0")
+    monkeypatch.setenv("HOROVOD_SIZE", size)
+    found = doctor.examine([doctor.check_init], _Alone)
+    assert [finding.level for finding in found] == [doctor.RED] * n_red
+    assert all(f"started {size} processes, but Horovod sees 1" in finding.text for finding in found)
+
+
+def test_framework_that_horovod_was_not_built_for_is_noted(monkeypatch):
+    def import_module(name):
+        if name == "horovod.torch":
+            return doctor
+        raise ImportError("Extension horovod.tensorflow has not been built")
+
+    for name in [name for names in config.LAUNCHERS for name in names]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(doctor.importlib, "import_module", import_module)
+    modules: list = []
+    assert [finding.level for finding in doctor.check_import(modules)] == [doctor.YELLOW, doctor.GREEN]
+    assert modules == [doctor]
+
+
+def test_check_that_fails_names_its_topic_and_a_remedy(monkeypatch):
+    """Every check there is: each has a remedy for what it did not foresee."""
+    checks = [check for name, check in vars(doctor).items() if name.startswith("check_")]
+    assert len(checks) >= 9
+    for check in checks:
+        def fails(*args):
+            raise OSError("planted")
+
+        fails.__name__ = check.__name__
+        (finding,) = doctor.examine([fails], None)
+        assert finding.level == doctor.RED and finding.text == "OSError: planted" and len(finding.remedy) > 10
+        assert finding.topic == check.__name__[len("check_"):].replace("_", " ")
 
 
 def test_missing_library_is_red(monkeypatch):
