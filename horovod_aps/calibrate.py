@@ -138,7 +138,7 @@ def measure_links(clock: Clock, n_bytes: int) -> dict[str, float]:
     return seconds
 
 
-def measure_stack(n_bytes: int = 64 << 20) -> float:
+def measure_stack(n_bytes: int = 32 << 20) -> float:
     """Bytes per second that this rank moves through its own TCP stack, all ranks at once; inf if it
     cannot.
     """
@@ -210,21 +210,24 @@ def derive(
     rate = _rate((n_ranks - 1) * links["bytes"], links["large"] - links["small"])
     if ranks_per_host >= n_ranks:
         network = Network(
-            ranks_per_host=ranks_per_host, intra_latency=latency, intra_bandwidth=rate, efficiency=1.0
-        )
+            ranks_per_host=ranks_per_host, intra_latency=latency, intra_bandwidth=rate, efficiency=1.0,
+            allreduce=measured["allreduce"],
+        )  # fmt: skip
     else:
         local = ranks_per_host
         rate = _rate(local * (n_ranks - local) * links["bytes"], links["large"] - links["small"])
-        network = Network(bandwidth=rate, latency=latency, ranks_per_host=local, efficiency=1.0)
+        network = Network(
+            bandwidth=rate, latency=latency, ranks_per_host=local, efficiency=1.0, allreduce=measured["allreduce"]
+        )
 
     # Horovod: a lone small tensor is a cycle; more of them add their own overhead; large ones what is left.
-    small = network.small(n_ranks) + network.ring(32, n_ranks)
+    small = network.small(n_ranks) + network.own(32, n_ranks)
     overhead = max(0.0, (sync["fp32 tiny"] - sync["fp32 small"]) / (n_tensors - 1))
     cycle = max(0.0, sync["fp32 small"] - small - overhead)
 
     def beyond(key: str, payload: float) -> float:
         return float(
-            sync[key] - sync["fp32 small"] - network.ring(payload, n_ranks) + network.ring(32, n_ranks)
+            sync[key] - sync["fp32 small"] - network.own(payload, n_ranks) + network.own(32, n_ranks)
         )
 
     share = (n_ranks - 1) / n_ranks
@@ -286,18 +289,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
     link_bytes = max(1 << 16, n // hvd.size())
     x = torch.randn(n)
+    stack = torch.tensor(statistics.median(measure_stack() for _ in range(args.repetitions)))
     return {
         "elements": n,
         "tensors": N_TENSORS,
         "format": f"{e},{m}",
         "bucket_bytes": bucket_mb * 1e6,
+        "allreduce": "rabenseifner" if hvd.mpi_enabled() else "ring",
         "links": {"bytes": link_bytes, **measure_links(clock, link_bytes)},
         "synchronise": {
             key: clock(_synchroniser(sizes, how, f"calibrate.{key}")) for key, (sizes, how) in cases.items()
         },
         "kernels": measure_kernels(clock, n, args.format, hvd.size()),
         "casts": clock(lambda: x.half().float()),
-        "stack": float(hvd.allreduce(torch.tensor(measure_stack()), op=hvd.Min, name="calibrate.stack")),
+        "stack": float(hvd.allreduce(stack, op=hvd.Min, name="calibrate.stack")),
     }
 
 

@@ -1,4 +1,4 @@
-"""Alpha-beta model of one gradient synchronisation: Horovod's ring all-reduce against our packed exchange.
+"""Alpha-beta model of one gradient synchronisation: Horovod's all-reduce against our packed exchange.
 
 It needs only layer sizes and a few rates, so it answers "what would APS buy on that cluster?" beforehand.
 `calibrate.py` measures the rates, `predict.py` prints the answers. Units are seconds, bytes and bytes per
@@ -7,7 +7,7 @@ second.
 What is modelled: messages cost `latency + bytes / rate` on a flat or two-level network; kernels and copies
 cost bytes over a measured rate; tensors are cut into buckets that travel through "cpu" and "wire" stages like
 jobs through two machines; a bucket can start when backward has produced its gradients. What is not:
-congestion, stragglers, jitter.
+congestion, stragglers, jitter, and the processor time that the network itself takes from the ranks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from horovod_aps.layout import PIECE
+from horovod_aps.layout import LayerSpec, lay_out_bucket, split_into_buckets
+from horovod_aps.options import WireFormat
 
 GBIT = 1e9 / 8
 SCHEMA = 1
+ALLREDUCES = ("ring", "rabenseifner")
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,9 @@ class Network:
     ranks_per_host: int = 1
     intra_bandwidth: float = 8e9
     intra_latency: float = 2e-6
-    # Two-level all-reduce (HOROVOD_HIERARCHICAL_ALLREDUCE) for Horovod's own ring; our exchange is always
-    # flat.
+    # Horovod's own all-reduce: the ring of NCCL and Gloo, or what Open MPI takes for vectors over 256 kB.
+    allreduce: str = "ring"
+    # Two-level ring (HOROVOD_HIERARCHICAL_ALLREDUCE) for Horovod's own; our exchange is always flat.
     hierarchical: bool = False
     # Payload share of the nominal rate (Ethernet, IP and TCP headers); 1500-byte frames leave about 0.94.
     efficiency: float = 0.94
@@ -46,6 +49,8 @@ class Network:
         for name in ("bandwidth", "intra_bandwidth", "efficiency", "host_rate"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"Network: {name} must be positive, got {getattr(self, name)}")
+        if self.allreduce not in ALLREDUCES:
+            raise ValueError(f"Network: allreduce must be one of {', '.join(ALLREDUCES)}, got {self.allreduce!r}")
         if self.ranks_per_host < 1:
             raise ValueError(f"Network: ranks_per_host must be at least 1, got {self.ranks_per_host}")
         if self.latency < 0 or self.intra_latency < 0:
@@ -81,6 +86,40 @@ class Network:
         hosts = math.ceil(n_ranks / local)
         inside = 2 * (local - 1) * (self.intra_latency + nbytes / local / self.intra_bandwidth)
         return inside + 2 * (hosts - 1) * (self.latency + nbytes / hosts / self.rate)
+
+    def _swap(self, nbytes: float, distance: int) -> float:
+        """Every rank swaps `nbytes` with the one `distance` away; all of a host's ranks share its link."""
+        if distance < self.ranks_per_host:
+            return self.intra_latency + nbytes / self.intra_bandwidth
+        return self.latency + self.ranks_per_host * nbytes / self.rate
+
+    def rabenseifner(self, nbytes: float, n_ranks: int) -> float:
+        """Reduce-scatter by recursive halving and all-gather by doubling: log2(N) steps each.
+
+        Ranks beyond a power of two first halve their vectors with a neighbour, hand over their half, and get
+        the whole result in the end: two more times the vector, while the others wait.
+        """
+        power = 1 << (n_ranks.bit_length() - 1)
+        seconds, distance = 0.0, 1
+        while distance < power:
+            seconds += 2 * self._swap(nbytes / (2 * distance), distance)
+            distance *= 2
+        if n_ranks > power:
+            seconds += 2 * self._swap(nbytes / 2, 1) + self._swap(nbytes, 1)
+        return seconds
+
+    def own(self, nbytes: float, n_ranks: int) -> float:
+        """Horovod's own all-reduce of `nbytes` per rank."""
+        if self.allreduce == "ring" or self.hierarchical:
+            return self.ring(nbytes, n_ranks)
+        return self.rabenseifner(nbytes, n_ranks)
+
+    def own_bytes(self, nbytes: float, n_ranks: int) -> float:
+        """What a rank sends of it, on average."""
+        power = 1 << (n_ranks.bit_length() - 1)
+        if self.allreduce == "ring" or self.hierarchical:
+            power = n_ranks
+        return (2 * (power - 1) + 2.5 * (n_ranks - power)) / n_ranks * nbytes
 
     def direct(self, nbytes: float, n_ranks: int) -> float:
         """Everyone sends `nbytes` to everyone else at once: one phase of the exchange.
@@ -162,7 +201,6 @@ class Prediction:
     wire: float
     cpu: float
     bytes_sent: float
-    n_buckets: int
 
 
 @dataclass(frozen=True)
@@ -199,8 +237,8 @@ def _finish(jobs: Sequence[_Job], overlap: float) -> float:
     return serial - overlap * (serial - _schedule(jobs))
 
 
-def buckets(sizes: Sequence[int], limit: float) -> list[list[int]]:
-    """Cut the layers, last first as backward produces them, into runs of at most `limit` fp32 bytes."""
+def fused(sizes: Sequence[int], limit: float) -> list[list[int]]:
+    """Cut the layers, last first as backward produces them, into Horovod's fusion buffers of `limit` fp32 bytes."""
     out: list[list[int]] = []
     filled = 0.0
     for size in reversed(sizes):
@@ -222,6 +260,11 @@ def _ready_times(groups: Sequence[Sequence[int]], backward: float) -> list[float
     return times
 
 
+def _shared(network: Network, machine: Machine, n_ranks: int) -> Network:
+    """The network as ranks see it that share cores: its stack runs on them too."""
+    return replace(network, host_rate=network.host_rate / machine.slowdown(n_ranks))
+
+
 def _check(sizes: Sequence[int], n_ranks: int) -> None:
     if n_ranks < 1:
         raise ValueError(f"perfmodel: n_ranks must be at least 1, got {n_ranks}")
@@ -235,7 +278,7 @@ def _prediction(jobs: list[_Job], machine: Machine, backward: float, sent: float
     for job in jobs:
         for resource, seconds in job.stages:
             spent[resource] += seconds
-    return Prediction(total, total - backward, spent["wire"], spent["cpu"], sent, len(jobs))
+    return Prediction(total, total - backward, spent["wire"], spent["cpu"], sent)
 
 
 def predict_ring(
@@ -246,13 +289,14 @@ def predict_ring(
     bits: int = 32,
     backward: float = 0.0,
 ) -> Prediction:
-    """Horovod's own all-reduce in fp32 (`bits=32`) or with `Compression.fp16` (`bits=16`)."""
+    """Horovod's own all-reduce, ring or not, in fp32 (`bits=32`) or with `Compression.fp16` (`bits=16`)."""
     _check(sizes, n_ranks)
     if bits not in (16, 32):
         raise ValueError(f"predict_ring: bits must be 16 or 32, got {bits}")
     if n_ranks == 1:
-        return Prediction(backward, 0.0, 0.0, 0.0, 0.0, 0)
-    groups = buckets(sizes, machine.fusion_bytes * 32 / bits)
+        return Prediction(backward, 0.0, 0.0, 0.0, 0.0)
+    network = _shared(network, machine, n_ranks)
+    groups = fused(sizes, machine.fusion_bytes * 32 / bits)
     jobs, slow, sent = [], machine.slowdown(n_ranks), 0.0
     for group, ready in zip(groups, _ready_times(groups, backward), strict=True):
         n = sum(group)
@@ -261,7 +305,7 @@ def predict_ring(
         casts = 2 * 4 * n / machine.cast_rate if bits == 16 else 0.0
         add = payload * (n_ranks - 1) / n_ranks / (machine.add16_rate if bits == 16 else machine.add_rate)
         hooks = machine.tensor_overhead * len(group)
-        # Copies and sums happen inside the collective: Open MPI's ring waits for each step before adding.
+        # Copies and sums happen inside the collective: Open MPI waits for each step before adding.
         jobs.append(
             _Job(
                 ready,
@@ -271,14 +315,14 @@ def predict_ring(
                         "wire",
                         machine.cycle_time
                         + network.small(n_ranks)
-                        + network.ring(payload, n_ranks)
+                        + network.own(payload, n_ranks)
                         + slow * add,
                     ),
                     ("cpu", slow * (casts + copies) / 2),
                 ],
             )
         )
-        sent += 2 * (n_ranks - 1) / n_ranks * payload
+        sent += network.own_bytes(payload, n_ranks)
     return _prediction(jobs, machine, backward, sent)
 
 
@@ -294,32 +338,42 @@ def predict_exchange(
     """Our packed exchange: one all-gather for two ranks, all-to-all and all-gather for more."""
     _check(sizes, n_ranks)
     if n_ranks == 1:
-        return Prediction(backward, 0.0, 0.0, 0.0, 0.0, 0)
+        return Prediction(backward, 0.0, 0.0, 0.0, 0.0)
     rates, slow, sent = machine.kernel_rates(exp_bits, man_bits), machine.slowdown(n_ranks), 0.0
-    if n_ranks == 2:  # large layers go piece by piece
-        sizes = [min(PIECE, size - first) for size in sizes for first in range(0, max(size, 1), PIECE)]
-    groups = buckets(sizes, machine.bucket_bytes)
+    network, wire_format = _shared(network, machine, n_ranks), WireFormat(exp_bits, man_bits)
+    specs = [LayerSpec("", (size,), 0, 1.0, wire_format) for size in reversed(sizes)]
+    groups = split_into_buckets(specs, machine.bucket_bytes / 1e6)
     jobs = []
     for group, ready in zip(groups, _ready_times(groups, backward), strict=True):
-        n = sum(group)
-        message, grad = n * (1 + exp_bits + man_bits) / 8, slow * 4 * n
+        n = sum(specs[layer].n_elements for layer in group)
+        grad = slow * 4 * n
         stages = [
             ("cpu", slow * machine.layer_overhead * len(group) + grad / rates.scan),
             ("wire", network.small(n_ranks)),
-            ("cpu", grad / rates.encode),
         ]
-        if n_ranks == 2:
-            stages += [("wire", network.direct(message, 2)), ("cpu", 2 * grad / rates.decode)]
-            sent += message
-        else:
-            phase = network.direct(message / n_ranks, n_ranks)
-            stages += [
-                ("wire", phase),
-                ("cpu", grad / rates.reduce),
-                ("wire", phase),
-                ("cpu", grad / rates.decode),
-            ]
-            sent += 2 * (n_ranks - 1) / n_ranks * message
+        if n_ranks == 2:  # part by part: one is on its way while the next is encoded
+            layout = lay_out_bucket(specs, group, 1)
+            for rows, span in layout.parts():
+                grad, message = slow * 4 * float(layout.segments["n"][rows].sum()), span.stop - span.start
+                stages += [
+                    ("cpu", grad / rates.encode),
+                    ("wire", network.direct(message, 2)),
+                    ("cpu", 2 * grad / rates.decode),
+                ]
+                jobs.append(_Job(ready, stages))
+                stages = []
+                sent += message
+            continue
+        message = n * wire_format.bits / 8
+        phase = network.direct(message / n_ranks, n_ranks)
+        stages += [
+            ("cpu", grad / rates.encode),
+            ("wire", phase),
+            ("cpu", grad / rates.reduce),
+            ("wire", phase),
+            ("cpu", grad / rates.decode),
+        ]
+        sent += 2 * (n_ranks - 1) / n_ranks * message
         jobs.append(_Job(ready, stages))
     return _prediction(jobs, machine, backward, sent)
 
@@ -339,15 +393,16 @@ def break_even_bandwidth(
     exp_bits: int = 4,
     man_bits: int = 3,
     bits: int = 32,
+    backward: float = 0.0,
     low: float = 1e5,
     high: float = 1e12,
 ) -> float:
     """Bandwidth (bytes/s) below which the exchange beats Horovod in `bits`; 0 if never, inf if always."""
 
     def gain(bandwidth: float) -> float:
-        link = replace(network, bandwidth=bandwidth, host_rate=math.inf)
-        ring = predict_ring(sizes, n_ranks, link, machine, bits).total
-        return ring - predict_exchange(sizes, n_ranks, link, machine, exp_bits, man_bits).total
+        link = replace(network, bandwidth=bandwidth)
+        ring = predict_ring(sizes, n_ranks, link, machine, bits, backward).total
+        return ring - predict_exchange(sizes, n_ranks, link, machine, exp_bits, man_bits, backward).total
 
     if gain(high) > 0:
         return math.inf

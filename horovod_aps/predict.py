@@ -6,8 +6,10 @@ import argparse
 import importlib
 import json
 import math
+import os
 import re
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +65,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--ranks-per-host", type=int, help="ranks that share one host's link")
     parser.add_argument("--intra-bandwidth", type=parse_bandwidth, help="between ranks of one host")
     parser.add_argument(
+        "--allreduce",
+        choices=perfmodel.ALLREDUCES,
+        help="Horovod's own for fp32 and fp16; Open MPI's is rabenseifner (default: calibrated, or ring)",
+    )
+    parser.add_argument(
         "--hierarchical",
         action="store_true",
         help="Horovod's two-level all-reduce (HOROVOD_HIERARCHICAL_ALLREDUCE) for fp32 and fp16",
@@ -77,7 +84,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--plot", type=Path, help="save a plot of time against bandwidth and ranks here")
     parser.add_argument("--json", type=Path, help="save the tables here")
     parser.add_argument(
-        "--check", type=Path, metavar="RESULTS", help="compare with a JSON file of benchmarks/sync.py"
+        "--check", type=Path, nargs="+", metavar="RESULTS", help="compare with JSON files of benchmarks/sync.py"
     )
     parser.set_defaults(run=run)
 
@@ -86,7 +93,12 @@ def model_sizes(name: str) -> list[int]:
     """Element counts of a built-in model's gradients, or of `module:function`'s, in forward order."""
     if ":" in name:
         module, _, function = name.partition(":")
-        model = getattr(importlib.import_module(module), function)()
+        if os.getcwd() not in sys.path:  # an installed command does not look here by itself
+            sys.path.insert(0, os.getcwd())
+        try:
+            model = getattr(importlib.import_module(module), function)()
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"--model must be module:function that can be imported, got {name!r}: {error}") from error
         return [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
     from horovod_aps import shapes
 
@@ -104,10 +116,15 @@ def load_parameters(args: argparse.Namespace) -> tuple[Network, Machine]:
         network, machine = perfmodel.load_calibration(args.calibration)
     changes = {
         name: getattr(args, name)
-        for name in ("latency", "ranks_per_host", "intra_bandwidth")
+        for name in ("latency", "ranks_per_host", "intra_bandwidth", "allreduce")
         if getattr(args, name) is not None
     }
     return replace(network, hierarchical=args.hierarchical, **changes), machine
+
+
+def nominal(network: Network, bandwidth: float) -> Network:
+    """The network with links of this nominal rate; a calibrated one was measured as payload, without headers."""
+    return replace(network, bandwidth=bandwidth, efficiency=Network().efficiency)
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -162,7 +179,7 @@ def predictions(
                     "wire_s": value.wire,
                     "cpu_s": value.cpu,
                     "bytes_sent": value.bytes_sent,
-                    "speedup": methods["fp32"].total / value.total,
+                    "speedup": methods["fp32"].total / value.total if value.total else 1.0,
                 }
                 if forward + backward > 0:
                     record["efficiency"] = perfmodel.scaling_efficiency(value, forward, backward)
@@ -211,7 +228,7 @@ def save_plot(
     by_link = predictions(
         sizes,
         [ranks[0]],
-        [replace(links[0], bandwidth=b) for b in bandwidths],
+        [nominal(links[0], b) for b in bandwidths],
         formats,
         machine,
         forward,
@@ -249,7 +266,7 @@ def run(args: argparse.Namespace) -> int:
     if min(args.ranks) < 1:
         raise ValueError(f"--ranks must be at least 1, got {min(args.ranks)}")
     sizes = model_sizes(args.model)
-    links = [replace(network, bandwidth=b) for b in args.bandwidth] if args.bandwidth else [network]
+    links = [nominal(network, b) for b in args.bandwidth] if args.bandwidth else [network]
     forward, backward = args.forward_ms / 1e3, args.backward_ms / 1e3
     print(f"{args.model}: {len(sizes)} layers, {sum(sizes) / 1e6:.2f} M parameters\n")
     records = predictions(sizes, args.ranks, links, args.format, machine, forward, backward)
@@ -258,18 +275,13 @@ def run(args: argparse.Namespace) -> int:
     rows = []
     for e, m in args.format:
         for n in args.ranks:
-            rows.append(
-                [
-                    f"({e},{m})",
-                    n,
-                    *(
-                        show_bandwidth(
-                            perfmodel.break_even_bandwidth(sizes, n, links[0], machine, e, m, bits)
-                        )
-                        for bits in (32, 16)
-                    ),
-                ]
-            )
+            limits = [
+                perfmodel.break_even_bandwidth(
+                    sizes, n, nominal(network, network.bandwidth), machine, e, m, bits, backward
+                )
+                for bits in (32, 16)
+            ]
+            rows.append([f"({e},{m})", n, *map(show_bandwidth, limits)])
     print("\nAPS pays below this bandwidth:\n")
     print(table(["format", "ranks", "against fp32", "against fp16"], rows))
     if args.scaling:
@@ -285,55 +297,66 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def check(path: Path, network: Network, machine: Machine) -> int:
-    """Compare predictions with the measurements in a JSON file of benchmarks/sync.py and print the errors.
+def check(paths: Sequence[Path], network: Network, machine: Machine) -> int:
+    """Compare predictions with the measurements in JSON files of benchmarks/sync.py and print the errors.
 
     Covers Horovod's own methods and ours on built-in models and on one flat vector, over MPI on links of
     known rate; the rest (other frameworks, whole training steps) has no counterpart in the model and is left
     out.
     """
     rows, errors, left_out = [], [], 0
-    for result in json.loads(path.read_text())["results"]:
-        case = result["case"]
-        sizes = _case_sizes(case["work"], result["n_elements"])
-        if sizes is None or result["rate_bits"] is None or case["launcher"] != "mpi":
-            left_out += len(result["methods"])
-            continue
-        delay = float(case["link"].partition("+")[2].removesuffix("ms") or 0) / 1e3
-        link = replace(
-            network,
-            bandwidth=result["rate_bits"] / 8,
-            efficiency=Network().efficiency,
-            ranks_per_host=1,
-            latency=network.latency + delay,
-        )
-        for method, one in result["methods"].items():
-            predicted = _predict_method(method, sizes, result["n_ranks"], link, machine)
-            if predicted is None:
-                left_out += 1
+    groups: dict[str, dict[str, list[float]]] = {"link": {}, "hosts": {}, "method": {}}
+    for path in paths:
+        for result in _read_results(path):
+            case, n_ranks = result["case"], result["n_ranks"]
+            sizes = _case_sizes(case["work"], result["n_elements"])
+            if sizes is None or result["rate_bits"] is None or case["launcher"] != "mpi":
+                left_out += len(result["methods"])
                 continue
-            error = predicted / one["median"] - 1
-            errors.append(abs(error))
-            rows.append(
-                [
-                    case["work"],
-                    case["link"],
-                    result["n_ranks"],
-                    method,
-                    f"{1e3 * one['median']:.1f}",
-                    f"{1e3 * predicted:.1f}",
-                    f"{100 * error:+.0f} %",
-                ]
+            delay = float(case["link"].partition("+")[2].removesuffix("ms") or 0) / 1e3
+            link = replace(
+                nominal(network, result["rate_bits"] / 8),
+                ranks_per_host=1,
+                latency=network.latency + delay,
+                allreduce="rabenseifner",  # Horovod over Open MPI
             )
+            for method, one in result["methods"].items():
+                predicted = _predict_method(method, sizes, n_ranks, link, machine)
+                if predicted is None:
+                    left_out += 1
+                    continue
+                error = predicted / one["median"] - 1
+                errors.append(abs(error))
+                for kind, name in (("link", case["link"]), ("hosts", str(n_ranks)), ("method", method)):
+                    groups[kind].setdefault(name, []).append(abs(error))
+                times = (f"{1e3 * one['median']:.1f}", f"{1e3 * predicted:.1f}", f"{100 * error:+.0f} %")
+                rows.append([case["work"], case["link"], n_ranks, method, *times])
     if not rows:
-        raise ValueError(f"--check: {path} must hold at least one case that the model covers, got none")
+        names = ", ".join(map(str, paths))
+        raise ValueError(f"--check: {names} must hold at least one case that the model covers, got none")
     print(table(["work", "link", "ranks", "method", "measured ms", "predicted ms", "error"], rows))
-    median = statistics.median(errors)
+    print("\nMedian and largest error:\n")
+    summary = [
+        [kind, name, str(len(mine)), f"{100 * statistics.median(mine):.0f} %", f"{100 * max(mine):.0f} %"]
+        for kind, by_name in groups.items()
+        for name, mine in by_name.items()
+    ]
+    print(table(["by", "", "comparisons", "median", "largest"], summary))
     print(
-        f"\n{len(errors)} comparisons, {left_out} without a counterpart; median error {100 * median:.0f} %, "
-        f"largest {100 * max(errors):.0f} %"
+        f"\n{len(errors)} comparisons, {left_out} without a counterpart; median error "
+        f"{100 * statistics.median(errors):.0f} %, largest {100 * max(errors):.0f} %"
     )
     return 0
+
+
+def _read_results(path: Path) -> list[dict[str, Any]]:
+    """The results in a JSON file of benchmarks/sync.py."""
+    document = json.loads(path.read_text())
+    results = document.get("results") if isinstance(document, dict) else None
+    needed = {"case", "n_ranks", "n_elements", "rate_bits", "methods"}
+    if not isinstance(results, list) or any(not needed <= set(result) for result in results):
+        raise ValueError(f"--check: {path} must be a JSON file that benchmarks/sync.py wrote")
+    return results
 
 
 def _case_sizes(work: str, n_elements: int) -> list[int] | None:

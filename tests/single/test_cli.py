@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -74,6 +75,38 @@ def test_predict_prints_the_models_numbers(capsys, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_predict_finds_a_model_in_the_current_folder(capsys, tmp_path, monkeypatch):
+    (tmp_path / "model_here.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(2, 3)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    assert cli.main(["predict", "--model", "model_here:build", "--ranks", "2"]) == 0
+    assert "model_here:build: 2 layers" in capsys.readouterr().out
+
+
+def test_predict_of_one_rank_is_free(capsys):
+    assert cli.main(["predict", "--ranks", "1", "2"]) == 0
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if "|     1 |" in line]
+    assert [row[4].strip() for row in rows[:3]] == ["0.0"] * 3 and [row[5].strip() for row in rows[:3]] == ["1.00x"] * 3
+
+
+def test_predict_bandwidth_is_nominal_after_calibration(capsys, tmp_path):
+    """A calibrated rate is payload, one given by hand is not: frame headers take their share of it again."""
+    path, out = tmp_path / "c.json", tmp_path / "p.json"
+    perfmodel.save_calibration(path, Network(bandwidth=5e6, efficiency=1.0, host_rate=1e9), Machine(), {})
+    common = ["predict", "--ranks", "2", "--calibration", str(path), "--backward-ms", "50"]
+    assert cli.main([*common, "--bandwidth", "1gbit", "--json", str(out)]) == 0
+    sizes = shapes.layer_sizes("resnet50")
+    link = Network(bandwidth=1.25e8, host_rate=1e9)
+    expected = perfmodel.predict_ring(sizes, 2, link, Machine(), backward=0.05).total
+    assert json.loads(out.read_text())["predictions"][0]["total_s"] == pytest.approx(expected)
+    # The break-even table knows of backward and of the network stack's rate, too.
+    limit = perfmodel.break_even_bandwidth(sizes, 2, link, Machine(), backward=0.05)
+    assert predict.show_bandwidth(limit) in capsys.readouterr().out.split("APS pays")[1]
+    assert cli.main([*common, "--json", str(out)]) == 0  # without --bandwidth, as calibrated
+    expected = perfmodel.predict_ring(sizes, 2, replace(link, bandwidth=5e6, efficiency=1), Machine(), backward=0.05)
+    assert json.loads(out.read_text())["predictions"][0]["total_s"] == pytest.approx(expected.total)
+
+
 def test_predict_takes_users_model_and_calibration(capsys, tmp_path, monkeypatch):
     (tmp_path / "mymodel.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(10, 3)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -92,6 +125,10 @@ def test_predict_takes_users_model_and_calibration(capsys, tmp_path, monkeypatch
         (["--model", "resnet51"], "--model must be one of resnet50"),
         (["--ranks", "0"], "--ranks must be at least 1, got 0"),
         (["--calibration", "/does/not/exist.json"], "No such file"),
+        (["--model", "nosuchmodule:build"], "--model must be module:function that can be imported, got 'nosuch"),
+        (["--model", "torch:nosuchfunction"], "--model must be module:function that can be imported"),
+        (["--check", str(Path(__file__).parents[2] / "benchmarks/results/feedback.json")], "benchmarks/sync.py wrote"),
+        (["--check", str(Path(__file__).parents[2] / "benchmarks/results/kernels.json")], "benchmarks/sync.py wrote"),
         (["--ranks-per-host", "0"], "ranks_per_host must be at least 1, got 0"),
     ],
 )
@@ -101,21 +138,22 @@ def test_predict_mistakes_are_one_line(arguments, message, capsys):
     assert error.startswith("horovod-aps predict: ") and message in error and error.count("\n") == 1
 
 
-def sync_results(link: Network, machine: Machine, factor: float) -> dict:
+def sync_results(link: Network, machine: Machine, factor: float, n_ranks: int = 2) -> dict:
     """A file as benchmarks/sync.py writes it, its measurements being the model's predictions times
     `factor`.
     """
     sizes = shapes.layer_sizes("resnet50")
+    link = replace(link, allreduce="rabenseifner")
     methods = {
-        "horovod_fp32": perfmodel.predict_ring(sizes, 2, link, machine).total,
-        "horovod_fp16": perfmodel.predict_ring(sizes, 2, link, machine, 16).total,
-        "aps_4_3": perfmodel.predict_exchange(sizes, 2, link, machine).total,
+        "horovod_fp32": perfmodel.predict_ring(sizes, n_ranks, link, machine).total,
+        "horovod_fp16": perfmodel.predict_ring(sizes, n_ranks, link, machine, 16).total,
+        "aps_4_3": perfmodel.predict_exchange(sizes, n_ranks, link, machine).total,
         "ddp_fp32": 1.0,
     }
     return {
-        "case": {"work": "resnet50", "link": "1gbit+5ms", "n_hosts": 2, "launcher": "mpi"},
+        "case": {"work": "resnet50", "link": "1gbit+5ms", "n_hosts": n_ranks, "launcher": "mpi"},
         "n_elements": sum(sizes),
-        "n_ranks": 2,
+        "n_ranks": n_ranks,
         "rate_bits": 1e9,
         "methods": {name: {"median": seconds * factor} for name, seconds in methods.items()},
     }
@@ -132,6 +170,18 @@ def test_predict_check_prints_errors(capsys, tmp_path):
     assert text.count("+0 %") == 3 and text.count("+30 %") == 3
     # Of six comparisons, three are exact and three 30 % too high; 2 DDP and 4 step entries have no model.
     assert "6 comparisons, 6 without a counterpart; median error 15 %, largest 30 %" in text
+    # A second file, of three hosts, 10 % too high: medians by link, hosts and method over both.
+    (tmp_path / "s.json").write_text(json.dumps({"results": [sync_results(link, machine, 1 / 1.1, 3)]}))
+    assert cli.main(["predict", "--check", str(tmp_path / "r.json"), str(tmp_path / "s.json")]) == 0
+    text = capsys.readouterr().out
+    assert "9 comparisons, 7 without a counterpart; median error 10 %, largest 30 %" in text
+    summary = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.split("Median")[1].splitlines()[4:]]
+    assert [row for row in summary if len(row) == 5] == [
+        ["link", "1gbit+5ms", "9", "10 %", "30 %"],
+        ["hosts", "2", "6", "15 %", "30 %"],
+        ["hosts", "3", "3", "10 %", "10 %"],
+        *(["method", method, "3", "10 %", "30 %"] for method in ("horovod_fp32", "horovod_fp16", "aps_4_3")),
+    ]
 
 
 def test_predict_check_without_any_counterpart(capsys, tmp_path):
@@ -140,11 +190,11 @@ def test_predict_check_without_any_counterpart(capsys, tmp_path):
     assert "at least one case" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("n_ranks", [2, 4])
+@pytest.mark.parametrize("n_ranks", [2, 3, 4])
 def test_calibrate_derives_the_parameters_behind_the_times(n_ranks):
     """Oracle: times computed forwards from known parameters must give those parameters back."""
     n, n_tensors = 6_400_000, 64
-    network = Network(bandwidth=1e8, latency=1e-4, efficiency=1.0)
+    network = Network(bandwidth=1e8, latency=1e-4, efficiency=1.0, allreduce="rabenseifner")
     rates = KernelRates(scan=9e9, encode=5e9, reduce=3e9, decode=4e9)
     machine = Machine(
         kernels={"4,3": rates}, copy_rate=3e9, add_rate=2e9, add16_rate=1e9, cast_rate=5e9,
@@ -162,7 +212,7 @@ def test_calibrate_derives_the_parameters_behind_the_times(n_ranks):
 
     link_bytes = n // n_ranks
     measured = {
-        "elements": n, "tensors": n_tensors, "format": "4,3", "bucket_bytes": n,
+        "elements": n, "tensors": n_tensors, "format": "4,3", "bucket_bytes": n, "allreduce": "rabenseifner",
         "links": {"bytes": link_bytes, "small": 1e-4, "large": 1e-4 + (n_ranks - 1) * link_bytes / 1e8},
         "synchronise": {"fp32 small": ring([8]), "fp32 tiny": ring(tiny), "fp32 flat": ring([n]),
                         "fp32 many": ring(many), "fp16 flat": ring([n], 16), "aps tiny": ours(tiny),

@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 
 from horovod_aps import perfmodel
+from horovod_aps.layout import LayerSpec, plan_buckets
+from horovod_aps.options import WireFormat
 from horovod_aps.perfmodel import (
     KernelRates,
     Machine,
@@ -150,9 +152,66 @@ def test_backward_hides_communication():
     assert perfmodel.scaling_efficiency(hidden, exposed, 2 * exposed) == pytest.approx(3 / (3 + 1 / 50))
 
 
-def test_buckets_cover_layers_backwards():
-    assert perfmodel.buckets([1, 2, 3, 100, 4], 24) == [[4], [100], [3, 2, 1]]
-    assert perfmodel.buckets([6], 4) == [[6]]
+def test_fusion_buffers_cover_layers_backwards():
+    assert perfmodel.fused([1, 2, 3, 100, 4], 24) == [[4], [100], [3, 2, 1]]
+    assert perfmodel.fused([6], 4) == [[6]]
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3, 4, 6, 7, 16])
+def test_rabenseifner_equals_the_steps_of_every_rank(n_ranks):
+    """Oracle: every rank's clock and bytes, message by message, as in Open MPI's coll_base_allreduce.c."""
+    nbytes, link = 1e6, replace(LINK, latency=0.25, allreduce="rabenseifner")
+    clock, sent = [0.0] * n_ranks, [0.0] * n_ranks
+
+    def swap(a: int, b: int, forth: float, back: float) -> None:
+        clock[a] = clock[b] = max(clock[a], clock[b]) + 0.25 + max(forth, back) / 1e8
+        sent[a], sent[b] = sent[a] + forth, sent[b] + back
+
+    power = 2 ** int(math.log2(n_ranks))
+    extra = n_ranks - power
+    for rank in range(0, 2 * extra, 2):
+        swap(rank, rank + 1, nbytes / 2, nbytes / 2)
+        swap(rank, rank + 1, 0, nbytes / 2)
+    members = [*range(0, 2 * extra, 2), *range(2 * extra, n_ranks)]
+    distances = [2**k for k in range(int(math.log2(power)))]
+    sizes = [nbytes / 2 ** (k + 1) for k in range(len(distances))]
+    steps = list(zip(distances, sizes, strict=True))
+    for distance, size in steps + steps[::-1]:
+        for i in range(power):
+            if i < i ^ distance:
+                swap(members[i], members[i ^ distance], size, size)
+    for rank in range(0, 2 * extra, 2):
+        swap(rank, rank + 1, nbytes, 0)
+    assert link.own(nbytes, n_ranks) == pytest.approx(max(clock))
+    prediction = predict_ring([250_000], n_ranks, replace(link, latency=0), WIRE_ONLY)
+    assert prediction.bytes_sent == pytest.approx(sum(sent) / n_ranks)
+
+
+def test_rabenseifner_on_hosts_of_several_ranks():
+    """By hand, 2 hosts of 4: halves and quarters stay inside, the eighths of 4 ranks cross the link together."""
+    link = replace(LINK, ranks_per_host=4, intra_bandwidth=1e9, allreduce="rabenseifner")
+    assert link.own(8e6, 8) == pytest.approx(2 * (4e6 / 1e9 + 2e6 / 1e9 + 4 * 1e6 / 1e8))
+
+
+def test_exchange_takes_the_buckets_of_the_real_one():
+    """Oracle: plan_buckets of horovod_aps.layout, whose first bucket is small; one exponent message each."""
+    sizes = [300_000, 200_000, 4_000_000, 900_000, 10, 100_000]
+    machine = replace(WIRE_ONLY, bucket_bytes=16e6)
+    specs = [LayerSpec(str(i), (n,), 0, 1.0, WireFormat(4, 3)) for i, n in enumerate(reversed(sizes))]
+    link = replace(LINK, bandwidth=1e30, latency=1.0)
+    for n_ranks, per_bucket in ((2, 1), (4, 4)):
+        plan = plan_buckets(specs, n_ranks, 16.0)
+        assert len(plan) == 4 and len(plan[0].layers) == 2
+        n_messages = sum(per_bucket + (len(bucket.parts()) if n_ranks == 2 else 0) for bucket in plan)
+        assert predict_exchange(sizes, n_ranks, link, machine).wire == pytest.approx(n_messages)
+
+
+def test_network_stack_shares_the_cores():
+    machine = replace(WIRE_ONLY, cores=2, calibrated_ranks=2)
+    link = replace(LINK, bandwidth=1e30, host_rate=1e8)
+    # By hand: 4 ranks on 2 cores have half of 1e8 bytes/s each.
+    assert predict_ring([10**6], 4, link, machine).total == pytest.approx(1.5 * 4e6 / 5e7)
+    assert predict_exchange([10**6], 4, link, machine).total == pytest.approx(1.5 * 1e6 / 5e7)
 
 
 def test_break_even_is_where_both_cost_the_same():
@@ -163,6 +222,12 @@ def test_break_even_is_where_both_cost_the_same():
     # By hand: 1.5 * 4e7/b = 1.5 * 1e7/b + 4 kernels * 4e7/1e9
     assert bandwidth == pytest.approx(1.5 * 3e7 / (4 * 4e7 / 1e9), rel=2e-3)
     assert break_even_bandwidth(sizes, 4, LINK, WIRE_ONLY) == math.inf
+    # A stack of 2e8 bytes/s: no faster link helps Horovod, so the exchange stays ahead.
+    assert break_even_bandwidth(sizes, 4, replace(LINK, host_rate=2e8), machine) == math.inf
+    # Backward hides all but the last of its ten buckets, but nothing of Horovod's one: by hand as above.
+    hidden = replace(machine, overlap=1.0, bucket_bytes=4e6)
+    got = break_even_bandwidth(sizes, 4, LINK, hidden, backward=100.0)
+    assert got == pytest.approx(1.5 * (4e7 - 1e6) / (4 * 4e6 / 1e9), rel=2e-3)
     slow = replace(machine, kernels={"4,3": KernelRates(1, 1, 1, 1)})
     assert break_even_bandwidth(sizes, 4, LINK, slow) == 0.0
 
@@ -202,6 +267,7 @@ def test_calibration_round_trip(tmp_path):
     [
         (lambda: Network(bandwidth=0), "bandwidth must be positive, got 0"),
         (lambda: Network(latency=-1), "latency must not be negative"),
+        (lambda: Network(allreduce="tree"), "allreduce must be one of ring, rabenseifner, got 'tree'"),
         (lambda: Network(ranks_per_host=0), "ranks_per_host must be at least 1, got 0"),
         (lambda: Machine(overlap=2), r"overlap must be in 0..1, got 2"),
         (lambda: Machine(kernels={}), "at least one format"),
