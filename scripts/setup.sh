@@ -7,8 +7,6 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 VENV=.venv
 HOROVOD_VERSION=0.28.1
-TF_KERAS_VERSION=2.21.0
-TORCHVISION_VERSION=0.28.0
 CACHE=${HOROVOD_APS_BUILD_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/horovod_aps}
 LOGS=$CACHE/logs
 mkdir -p "$CACHE" "$LOGS"
@@ -26,49 +24,57 @@ run_logged() { # run_logged <package> <advice> command...
 }
 
 # 1. System packages -------------------------------------------------------------------------------
-# One line per need: the command or header that proves it, and the Debian package that brings it.
-missing=()
-command -v mpirun >/dev/null || missing+=(openmpi-bin)
-command -v mpicxx >/dev/null || missing+=(libopenmpi-dev)
-command -v g++ >/dev/null || missing+=(g++)
-command -v make >/dev/null || missing+=(make)
-command -v ccache >/dev/null || missing+=(ccache)
-command -v clang++ >/dev/null || missing+=(clang)
-if [ "${#missing[@]}" -gt 0 ]; then
-    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-        say "installing ${missing[*]}"
-        run_logged apt "apt-get update && apt-get install ${missing[*]}" bash -c \
-            "apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq ${missing[*]}"
+# One line per need: the command or file that proves it, and the Debian package that brings it.
+required=() optional=()
+has() { command -v "$1" >/dev/null; }
+has mpirun || required+=(openmpi-bin)
+has mpicxx || required+=(libopenmpi-dev)
+has g++ || required+=(g++)
+has make || required+=(make)
+has "$PYTHON" || required+=("$(basename "$PYTHON")")
+"$PYTHON" -c 'import ensurepip, venv' 2>/dev/null || required+=("$(basename "$PYTHON")-venv")
+[ -f "$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("include"))' 2>/dev/null)/Python.h" ] ||
+    required+=("$(basename "$PYTHON")-dev")
+# Can be done without: faster builds, guided fuzzing, hosts with slow links (which only root can make).
+has ccache || optional+=(ccache)
+has clang++ || optional+=(clang)
+[ "$(id -u)" != 0 ] || { has ip && has tc; } || optional+=(iproute2)
+missing=("${required[@]}" "${optional[@]}")
+install="apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq ${missing[*]}"
+if [ "${#missing[@]}" -gt 0 ] && [ "$(id -u)" = 0 ] && has apt-get; then
+    say "installing ${missing[*]}"
+    if [ "${#required[@]}" -gt 0 ]; then
+        run_logged apt "apt-get update && apt-get install ${missing[*]}" bash -c "$install"
     else
-        required=("${missing[@]/ccache/}") # faster builds, and guided fuzzing: both can do without
-        required=("${required[@]/clang/}")
-        if [ -n "${required[*]// /}" ]; then
-            say "missing system packages; type: sudo apt-get install ${missing[*]}" >&2
-            exit 1
-        fi
+        bash -c "$install" >"$LOGS/apt.log" 2>&1 || say "going on without ${optional[*]} (log: $LOGS/apt.log)"
     fi
+elif [ "${#required[@]}" -gt 0 ]; then
+    say "missing system packages; type: sudo apt-get install ${missing[*]}" >&2
+    say "(those are Debian's and Ubuntu's names; elsewhere install Open MPI, a C++17 compiler, Python's headers)" >&2
+    exit 1
 fi
 
 # 2. Python packages -------------------------------------------------------------------------------
 version=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-case $version in 3.10|3.11|3.12) ;; *)
-    say "Python $version is not tested; set PYTHON=python3.11" >&2; exit 1 ;; esac
+case $version in
+    3.11) ;;
+    3.12) say "going on with Python 3.12; the project is tested with 3.11" ;;
+    *) say "the pinned packages need Python 3.11 or 3.12, this is $version; set PYTHON=python3.11" >&2; exit 1 ;;
+esac
 if [ ! -x $VENV/bin/python ]; then
-    run_logged venv "apt-get install python3-venv" "$PYTHON" -m venv $VENV
+    run_logged venv "apt-get install $(basename "$PYTHON")-venv" "$PYTHON" -m venv $VENV
 fi
 PY=$PWD/$VENV/bin/python
+PIP=("$PY" -m pip install --disable-pip-version-check -c scripts/constraints.txt)
 stamp=$VENV/.requirements.sha256
-want=$( (cat requirements.txt; echo "$TF_KERAS_VERSION $TORCHVISION_VERSION") | sha256sum | cut -d' ' -f1)
+want=$(cat requirements.txt scripts/constraints.txt | sha256sum | cut -d' ' -f1)
 if [ "$(cat "$stamp" 2>/dev/null)" != "$want" ]; then
     say "installing the pinned Python packages (log: $LOGS/requirements.log)"
     run_logged requirements "a network to the Python package index, and 4 GB of free disk" \
-        "$PY" -m pip install --disable-pip-version-check -r requirements.txt
-    # tf-keras asks for the `tensorflow` package, which would land on top of tensorflow-cpu.
-    run_logged tf-keras "a network to the Python package index" \
-        "$PY" -m pip install --disable-pip-version-check --no-deps "tf-keras==$TF_KERAS_VERSION"
-    # torchvision's wheel asks for the CUDA build of torch; the examples use none of its compiled operators.
-    run_logged torchvision "a network to the Python package index" \
-        "$PY" -m pip install --disable-pip-version-check --no-deps "torchvision==$TORCHVISION_VERSION"
+        "${PIP[@]}" -r requirements.txt
+    # tf-keras asks for the `tensorflow` package, which would land on top of tensorflow-cpu, and torchvision's wheel for
+    # the CUDA build of torch; the examples use none of its compiled operators.
+    run_logged no-deps "a network to the Python package index" "${PIP[@]}" --no-deps tf-keras torchvision
     echo "$want" >"$stamp"
 fi
 packages=$("$PY" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')

@@ -3,14 +3,22 @@
 Oracle: a fresh interpreter that sees the installed files only, not the checkout.
 """
 
+import configparser
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from horovod_aps import doctor
 
 ROOT = Path(__file__).parents[2]
 ROUND_TRIP = """
@@ -89,6 +97,100 @@ def test_packaging_wheel_and_sdist_work_without_the_checkout(tmp_path: Path) -> 
     } <= members
     install_and_try(wheel, tmp_path)
     install_and_try(sdist, tmp_path)
+
+
+# ---- Pinned versions ----
+
+NOT_THERE = {"cupy-cuda12x"}  # needs a GPU
+
+
+def requirements(path: str) -> dict[str, Requirement]:
+    lines = (ROOT / path).read_text().splitlines()
+    found = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(one.name): one for one in found}
+
+
+def of_setup_cfg() -> list[Requirement]:
+    cfg = configparser.ConfigParser()
+    cfg.read(ROOT / "setup.cfg")
+    lists = [cfg["options"]["install_requires"], *cfg["options.extras_require"].values()]
+    return [Requirement(line) for text in lists for line in text.split("\n") if line]
+
+
+def is_exact(requirement: Requirement) -> bool:
+    return any(one.operator == "==" and "*" not in one.version for one in requirement.specifier)
+
+
+def test_packaging_pins_everything_that_setup_installs() -> None:
+    """Oracle: what the installed packages themselves ask for, followed to the end."""
+    pinned, wanted = requirements("scripts/constraints.txt"), requirements("requirements.txt")
+    assert all(map(is_exact, pinned.values()))
+    assert {name: one.specifier for name, one in wanted.items()}.items() <= {
+        name: one.specifier for name, one in pinned.items()}.items()
+    queue, seen = [*wanted, "tf-keras", "torchvision"], set()
+    while queue:
+        name = queue.pop()
+        if name in seen or name in ("tensorflow", "horovod"):  # tensorflow-cpu is there instead
+            continue
+        seen.add(name)
+        try:
+            found, needs = version(name), requires(name) or []
+        except PackageNotFoundError:
+            pytest.skip(f"{name} is not installed: this is not the environment that make setup makes")
+        if name in pinned:
+            assert found in pinned[name].specifier or found.partition("+")[0] in pinned[name].specifier, name
+        for need in map(Requirement, needs):
+            if need.marker is None or need.marker.evaluate({"extra": ""}):
+                # torch's CUDA build pins its own CUDA packages
+                assert canonicalize_name(need.name) in {*pinned, "tensorflow"} or is_exact(need), f"{name}: {need}"
+                queue.append(canonicalize_name(need.name))
+    assert len(seen) > 60
+
+
+def test_packaging_ranges_are_closed_and_hold_what_is_pinned() -> None:
+    pinned = requirements("scripts/constraints.txt")
+    pinned["tensorflow"] = pinned["tensorflow-cpu"]
+    text = (ROOT / "scripts" / "setup.sh").read_text()
+    pinned["horovod"] = Requirement("horovod==" + re.findall(r"^HOROVOD_VERSION=(.*)$", text, re.MULTILINE)[0])
+    for one in of_setup_cfg():
+        assert {limit.operator for limit in one.specifier} == {">=", "<"}, one
+        if one.name not in NOT_THERE:
+            (pin,) = pinned[canonicalize_name(one.name)].specifier
+            assert pin.version in one.specifier, one
+    for name, tested in doctor.TESTED.items():
+        (pin,) = pinned[name].specifier
+        assert pin.version.startswith(tested + "."), name
+
+
+@pytest.mark.parametrize(
+    "there, root, named",
+    [([], False, "openmpi-bin libopenmpi-dev g++ make python3 python3-venv python3-dev ccache clang"),
+     (["mpirun", "mpicxx", "g++", "make", "python3"], True, "ccache clang iproute2")],
+)
+def test_packaging_setup_names_what_is_missing(there: list[str], root: bool, named: str, tmp_path: Path) -> None:
+    """A machine with nothing but these commands; apt-get only says what it was asked for, and fails."""
+    bins, scripts = tmp_path / "bin", tmp_path / "scripts"
+    bins.mkdir()
+    scripts.mkdir()
+    shutil.copy(ROOT / "scripts" / "setup.sh", scripts)
+    for name in ("bash", "dirname", "basename", "mkdir", "tail", "sed"):
+        (bins / name).symlink_to(shutil.which(name) or name)
+    for name in there:
+        (bins / name).symlink_to(sys.executable if name == "python3" else "/bin/true")
+    fakes = {"id": f"echo {0 if root else 1000}", "apt-get": f'echo "$@" >>{tmp_path}/asked; exit 100',
+             "cat": "exit 9"}  # ends the script after the system packages
+    for name, line in fakes.items():
+        (bins / name).write_text(f"#!/bin/bash\n{line}\n")
+        (bins / name).chmod(0o755)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").symlink_to("/bin/true")
+    done = subprocess.run(["bash", str(scripts / "setup.sh")], env={"PATH": str(bins), "HOME": str(tmp_path)},
+                          capture_output=True, text=True, timeout=60)  # fmt: skip
+    assert done.returncode != 0
+    if root:
+        assert f"setup: going on without {named}" in done.stdout and (tmp_path / "asked").exists()
+    else:
+        assert f"sudo apt-get install {named}\n" in done.stderr and not (tmp_path / "asked").exists()
 
 
 def test_packaging_import_loads_neither_a_framework_nor_numpy() -> None:
