@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 
 from horovod_aps import report
 from horovod_aps.exchange import Exchange
+from horovod_aps.log import logger
 from horovod_aps.options import AUTO_CANDIDATES, Options
 from horovod_aps.transport import PendingTransport, Transport
 
@@ -71,6 +74,7 @@ class BaseCompressor:
         self._exchanges: dict[tuple[Any, ...], Exchange] = {}
         self._retired: dict[tuple[Any, ...], Exchange] = {}
         self._loaded: dict[str, Any] | None = None
+        self._warned = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(e={self._options.e}, m={self._options.m})"
@@ -82,6 +86,7 @@ class BaseCompressor:
         world began is older than these.
         """
         exchange = self._exchanges[key] = Exchange(kernels, transport, self._options)
+        exchange.after_two_steps = weakref.WeakMethod(self._look_for_idle_overrides)
         for old_key, old in list(self._retired.items()) + list(self._exchanges.items()):
             if old is not exchange and old_key[0] == key[0] and old_key[3:] == key[3:]:
                 exchange.inherit(old)
@@ -92,6 +97,19 @@ class BaseCompressor:
         if self._loaded is not None:
             exchange.load_state(self._loaded)
         return exchange
+
+    def _look_for_idle_overrides(self) -> None:
+        """Warn, once, of patterns that no tensor's name matches, after steps in which all should have been there."""
+        overrides = self._options.overrides
+        is_first = any(exchange.transport.rank == 0 for exchange in self._exchanges.values())
+        if self._warned or isinstance(overrides, str) or not is_first:
+            return
+        names = sorted({name for exchange in self._exchanges.values() for name in exchange.names()})
+        idle = [pattern for pattern in overrides if not fnmatch.filter(names, pattern)]
+        if idle:
+            self._warned = True
+            logger.warning("overrides %s match none of the %d tensors, which are called %s%s", idle, len(names),
+                           ", ".join(names[:5]), ", ..." if len(names) > 5 else "")
 
     def _retire_exchanges(self) -> None:
         """The world has changed, even if rank and size have not: every rank makes its exchanges anew."""

@@ -7,17 +7,20 @@ sum is Horovod's, in float16. A rank in `hvd.join()` contributes zeros, which is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from horovod_aps.agreement import top_exponent
+from horovod_aps import __version__
+from horovod_aps.agreement import digest_words, top_exponent
 from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO, FLOAT16, SEGMENT, SPECIALS
 from horovod_aps.layout import packed_bytes
 from horovod_aps.options import Options
 
 WORD_OFFSET = 1 << 14  # exponent words are positive; 0 is a layer of zeros, or a rank that has joined
 WORD_NONFINITE = 1 << 16
+DIGEST_TOP = 1 << 30
 FLOAT16_TOP, FLOAT16_BOTTOM = 15, -24  # exponents of the largest and of the smallest positive float16
 
 
@@ -51,6 +54,19 @@ def exponent_word(kernels: Any, data: int, n: int, dtype: int, options: Options)
     if exponent == EXP_ZERO:
         return 0
     return WORD_NONFINITE if exponent == EXP_NONFINITE else exponent + WORD_OFFSET
+
+
+def option_words(options: Options) -> list[int]:
+    """Two words to send along with the exponents: their MAX shows whether all ranks have the same options."""
+    digest = digest_words(f"{__version__} {options.fingerprint()}")[0] >> 1
+    return [1 + digest, DIGEST_TOP - digest]
+
+
+def check_option_words(shared: Sequence[int], options: Options) -> None:
+    """Raise ValueError, on all ranks, if the MAX of all ranks' option words is that of different options."""
+    if sum(shared) != 1 + DIGEST_TOP:
+        raise ValueError(f"APSCompressor: this rank has {options}, another rank has other options or another version "
+                         f"than horovod_aps {__version__}; all ranks must use the same")
 
 
 def fill_carrier(kernels: Any, data: int, n: int, dtype: int, carrier: int, word: int, top: int, options: Options,

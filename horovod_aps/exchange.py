@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 import threading
 import time
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,8 @@ class Exchange:
         self._lock = threading.RLock()
         self.gate: Callable[[], bool] | None = None
         """If set, nothing starts from `submit` until it returns True; for a frontend that first asks who is there."""
+        self.after_two_steps: weakref.WeakMethod[Callable[[], None]] | None = None
+        """What to call when the second step is over, if its owner is still there."""
 
     # ---- handing in and taking out ------------------------------------------------------------------------
 
@@ -117,6 +120,12 @@ class Exchange:
             raise
         finally:
             self.step_number += 1
+        if self.step_number == 2 and self.after_two_steps is not None and (call := self.after_two_steps()):
+            call()
+
+    def names(self) -> Iterable[str]:
+        """The layers of the batches that are remembered."""
+        return self._plan_of.keys()
 
     def _choose_formats(self) -> Generator[bool, None, None]:
         """End of the measuring steps of overrides="auto": settle every layer's format with all ranks."""

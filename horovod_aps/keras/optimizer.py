@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from horovod_aps.tensorflow import APSCompressor
+from horovod_aps.tensorflow.seam import allreduce_named
 
 MARK = "_horovod_aps_distributed"
 
@@ -69,10 +70,11 @@ class _Reducer:
         self.sparse_as_dense = sparse_as_dense
         self.n_calls = 0
 
-    def __call__(self, grads: Sequence[Any], label: str) -> list[Any]:
+    def __call__(self, grads: Sequence[Any], optimizer: Any, variables: Any) -> list[Any]:
         """The reduced gradients in the same places; None stays None."""
         self.n_calls += 1
         results = list(grads)
+        label = f"DistributedOptimizer.{optimizer.name}"
         if not self.process_set.included():
             return results
         dense: dict[Any, list[int]] = {}
@@ -89,13 +91,23 @@ class _Reducer:
             kind = None if isinstance(self.compression, APSCompressor) else results[i].dtype
             dense.setdefault(kind, []).append(i)
         for kind, positions in dense.items():
-            name = label if kind is None else f"{label}.{kind.name}"
-            reduced = hvd.grouped_allreduce([results[i] for i in positions], op=self.op, compression=self.compression,
-                                            prescale_factor=self.prescale, postscale_factor=self.postscale,
-                                            process_set=self.process_set, name=name)
+            tensors = [results[i] for i in positions]
+            if kind is None:
+                names = [self._name_of(i, grads, variables, label) for i in positions]
+                reduced = allreduce_named(self.compression, tensors, names, label, self.op,
+                                          self.prescale * self.postscale, self.process_set.process_set_id)
+            else:
+                reduced = hvd.grouped_allreduce(tensors, op=self.op, compression=self.compression,
+                                                prescale_factor=self.prescale, postscale_factor=self.postscale,
+                                                process_set=self.process_set, name=f"{label}.{kind.name}")
             for i, grad in zip(positions, reduced):
                 results[i] = grad
         return results
+
+    @staticmethod
+    def _name_of(i: int, grads: Sequence[Any], variables: Any, label: str) -> str:
+        """The path of a gradient's variable, such as dense/kernel, if it is known which one it belongs to."""
+        return variables[i].path if variables and len(variables) == len(grads) else f"{label}.{i}"
 
 
 def _distributed_class(base: type, reducer: _Reducer) -> type:
@@ -105,7 +117,10 @@ def _distributed_class(base: type, reducer: _Reducer) -> type:
         def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
             _refuse_inside_loss_scaling()
             if not self.gradient_accumulation_steps:
-                return super().apply(reducer(list(grads), f"DistributedOptimizer.{self.name}"), trainable_variables)
+                if trainable_variables is not None:
+                    trainable_variables = list(trainable_variables)
+                reduced = reducer(list(grads), self, trainable_variables or self._trainable_variables)
+                return super().apply(reduced, trainable_variables)
             eager = tf.executing_eagerly()
             n_calls, n_updates = reducer.n_calls, int(self.iterations) if eager else -1
             super().apply(list(grads), trainable_variables)
@@ -118,7 +133,7 @@ def _distributed_class(base: type, reducer: _Reducer) -> type:
         def _clip_gradients(self, grads: Any) -> Any:
             # Keras clips what it is about to apply: with accumulation, the accumulated gradients.
             if self.gradient_accumulation_steps:
-                grads = reducer(list(grads), f"DistributedOptimizer.{self.name}")
+                grads = reducer(list(grads), self, self._trainable_variables)
             return super()._clip_gradients(grads)
 
     setattr(Distributed, MARK, True)

@@ -71,9 +71,26 @@ def _grouped_allreduce(tensors: Sequence[WireTensor], reduce_op: int, prescale_f
                        postscale_factor: float = 1.0, ignore_name_scope: bool = False, process_set_id: int = 0,
                        name: Any = None) -> list[tf.Tensor]:
     stem = name or engine.UNNAMED
-    call = engine.Call(_owner(tensors), tuple(f"{stem}.{i}" for i in range(len(tensors))), stem, reduce_op,
-                       prescale_factor * postscale_factor, process_set_id)
-    return _reduce(call, [tensor.value for tensor in tensors])
+    return allreduce_named(_owner(tensors), [tensor.value for tensor in tensors], _names_in_group(tensors, stem), stem,
+                           reduce_op, prescale_factor * postscale_factor, process_set_id)
+
+
+def allreduce_named(compressor: APSCompressor, values: list[tf.Tensor], names: Sequence[str], stem: str, op: int,
+                    factor: float, process_set_id: int) -> list[tf.Tensor]:
+    """All-reduce tensors together; overrides, residuals and statistics know them by `names`, all ranks by `stem`."""
+    unique = [name if names.count(name) == 1 else f"{name}.{i}" for i, name in enumerate(names)]
+    return _reduce(engine.Call(compressor, tuple(unique), stem, op, factor, process_set_id), values)
+
+
+def _names_in_group(tensors: Sequence[WireTensor], stem: str) -> list[str]:
+    """Names of the tensors that Horovod reduces as one group; in a graph they have the ones that they have alone.
+
+    Horovod makes up a group's name from its first and last tensor's: a pattern would match all of them or none.
+    """
+    if tf.executing_eagerly():
+        return [f"{stem}.{i}" for i in range(len(tensors))]
+    prefix = "HorovodAllreduce_" if stem.startswith("HorovodGroupedAllreduce_") else f"{stem}."
+    return [f"{prefix}{mpi_ops._normalize_name(tensor.name)}" for tensor in tensors]
 
 
 @tf.experimental.dispatch_for_api(mpi_ops.MPI_LIB.horovod_reducescatter, {"tensor": WireTensor})

@@ -39,7 +39,7 @@ class CarrierBatch:
     """Tensors whose exponents are on their way; `flush` sends the values of all of them."""
 
     def __init__(self, name: str, process_set: Any, options: Options) -> None:
-        self._name, self._process_set, self._options = name, process_set, options
+        self._name, self._process_set, self.options = name, process_set, options
         self._kernels = CpuKernels()
         self.size: int = process_set.size()
         self._top = carrier.carrier_exponent(options, self.size)
@@ -50,8 +50,9 @@ class CarrierBatch:
         """Start the exponents of one tensor or group; the handle is Horovod's. CUDA tensors go by the host."""
         entries = [(name, source.cpu(), target, dtype, factor) for name, source, target, dtype, factor in entries]
         words = torch.tensor([carrier.exponent_word(self._kernels, source.data_ptr(), source.numel(), dtype,
-                                                    self._options)
-                              for _, source, _, dtype, _ in entries], dtype=torch.int32)
+                                                    self.options)
+                              for _, source, _, dtype, _ in entries] + carrier.option_words(self.options),
+                             dtype=torch.int32)
         handle: int = mpi_ops.mpi_lib.horovod_torch_allreduce_async_torch_IntTensor(
             words, words, 1, f"{self._name}.exponent.{entries[0][0]}".encode(), mpi_ops.Max, 1.0, 1.0,
             self._process_set.process_set_id)
@@ -62,16 +63,17 @@ class CarrierBatch:
     def flush(self, finished: int) -> None:
         """All-reduce the values of everything submitted; `finished` is the handle Horovod has waited for."""
         tensors, self._tensors = self._tensors, []
-        seed = None if self._options.rounding == "nearest" else (
-            (self._options.seed << 40) ^ (self.step_number << 16) ^ self._process_set.rank())
+        seed = None if self.options.rounding == "nearest" else (
+            (self.options.seed << 40) ^ (self.step_number << 16) ^ self._process_set.rank())
         self.step_number += 1
         started = []
         for entry in tensors:
             while entry.handle != finished and not mpi_ops.poll(entry.handle):
                 time.sleep(POLL_SECONDS)
+            carrier.check_option_words(entry.words[-2:].tolist(), self.options)
             values = torch.empty(entry.source.numel(), dtype=torch.float16)
             carrier.fill_carrier(self._kernels, entry.source.data_ptr(), entry.source.numel(), entry.dtype,
-                                 values.data_ptr(), entry.word, self._top, self._options, seed)
+                                 values.data_ptr(), entry.word, self._top, self.options, seed)
             started.append(mpi_ops.allreduce_async_(values, op=mpi_ops.Sum, name=f"{self._name}.value.{entry.name}",
                                                     process_set=self._process_set))
         for entry, handle in zip(tensors, started):

@@ -188,11 +188,14 @@ class APSCompressor(BaseCompressor, Compressor):
         return batch
 
     def _carrier(self, process_set_id: int) -> CarrierBatch:
-        carrier = self._carriers.get(process_set_id)
+        known = self._carriers.get(process_set_id)
         process_set = process_set_of(mpi_ops._basics, process_set_id)
-        if carrier is None or carrier.size != process_set.size():
-            carrier = self._carriers[process_set_id] = CarrierBatch(f"{self._name}.{process_set_id}", process_set,
-                                                                    self._options)
+        if known is not None and known.size == process_set.size() and known.options is self._options:
+            return known
+        carrier = self._carriers[process_set_id] = CarrierBatch(f"{self._name}.{process_set_id}", process_set,
+                                                                self._options)
+        if known is not None and known.size == carrier.size:  # after set_format
+            carrier.step_number = known.step_number
         return carrier
 
     def _exchange(self, process_set_id: int, device: torch.device) -> Exchange:

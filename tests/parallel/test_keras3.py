@@ -59,6 +59,20 @@ def test_apply_equals_simulation():
     assert (idle.numpy() == 1).all()
 
 
+@pytest.mark.parametrize("run_eagerly", [False, True], ids=["graph", "eager"])
+@pytest.mark.parametrize("accumulation", [None, 2])
+def test_overrides_know_variables_by_their_paths(run_eagerly, accumulation):
+    x = keras.Input((64,))
+    model = keras.Model(x, keras.layers.Dense(10, name="fc")(keras.layers.Dense(32, name="stem")(x)))
+    compressor = APSCompressor(4, 3, overrides={"fc/*": "float32", "*/bias": (5, 10)})
+    inner = keras.optimizers.SGD(0.1, gradient_accumulation_steps=accumulation)
+    model.compile(DistributedOptimizer(inner, compressor), loss=LOSS, run_eagerly=run_eagerly)
+    x, y, _, _ = digits(0)
+    model.fit(x[:64], y[:64], batch_size=16, verbose=0)
+    assert {name: row["format"] for name, row in compressor.stats()["layers"].items()} == {
+        "stem/kernel": "e4m3", "stem/bias": "e5m10", "fc/kernel": "float32", "fc/bias": "float32"}
+
+
 @pytest.mark.parametrize("compression", [None, hvd.Compression.fp16, APSCompressor(4, 3)], ids=["none", "fp16", "aps"])
 def test_fit_reduces_and_keeps_replicas_identical(compression):
     """Oracle: one rank alone on the data of all ranks, which is what averaging gradients amounts to."""

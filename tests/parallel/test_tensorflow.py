@@ -341,6 +341,51 @@ def test_carrier_transport(graph):
     assert result.numpy().tolist() == [n * sum(range(1, hvd.size() + 1)) for n in (0, 1, 2, 3, -4)]
 
 
+@pytest.mark.parametrize("groups", [None, 1, 2])
+def test_overrides_know_layers_of_a_graph_by_their_names(groups):
+    """Hybrid precision in the usual training step. Oracle: the simulation with the same formats."""
+    names = ("stem", "fc", "head")
+    grads = make_gradients((40, 300, 7), hvd.size())
+    variables = [tf.Variable(tf.zeros(x.shape)) for x in grads[0].values()]
+    compressor = APSCompressor(4, 3, overrides={"*fc*": "float32", "*head*": (5, 10)})
+
+    @tf.function
+    def gradients():
+        with tf.GradientTape() as tape:
+            loss = 0.0
+            for name, variable, x in zip(names, variables, grads[hvd.rank()].values()):
+                with tf.name_scope(name):
+                    loss += tf.reduce_sum(variable * x)
+        tape = hvd.DistributedGradientTape(tape, compression=compressor, groups=groups)
+        return tape.gradient(loss, variables)
+
+    wanted = expected(grads, {"layer0": Format(4, 3), "layer1": None, "layer2": Format(5, 10)}, factor=AVERAGE)
+    for _ in range(2):
+        check(dict(zip(grads[0], [x.numpy() for x in gradients()])), wanted)
+    found = {layer: row["format"] for layer, row in compressor.stats()["layers"].items()}
+    assert sorted(found.values()) == ["e4m3", "e5m10", "float32"]
+    assert all(fmt == {"stem": "e4m3", "fc": "float32", "head": "e5m10"}[name]
+               for layer, fmt in found.items() for name in names if name in layer)
+
+
+@pytest.mark.parametrize("transport", ["packed", "allreduce"])
+def test_set_format_between_steps(transport):
+    """Oracle: a compressor that had the new format from the start; a rank that is left behind is an error on all."""
+    compressor, other = APSCompressor(4, 3, transport=transport), APSCompressor(3, 0, transport=transport)
+    x = tf.random.stateless_normal([50], (hvd.rank(), 1))
+    hvd.allreduce(x, compression=compressor)
+    compressor.set_format(e=3, m=0)
+    result = hvd.allreduce(x, compression=compressor).numpy()
+    assert_same_bits(result, hvd.allreduce(x, compression=other).numpy())
+    if hvd.rank() != 0:
+        compressor.set_format(m=2)
+    with pytest.raises(ValueError, match="all ranks must use the same"):
+        hvd.allreduce(x, compression=compressor)
+    if hvd.rank() == 0:
+        compressor.set_format(m=2)
+    assert (hvd.allreduce(x, compression=compressor).numpy() != result).any()
+
+
 def test_join():
     """Ranks that have finished: an error with the packed transport, zeros with transport="allreduce"."""
     x = tf.ones([4])

@@ -216,6 +216,24 @@ def test_disagreement_after_agreement():
         assert all(torch.all(x == 1) for x in results)
 
 
+@pytest.mark.parametrize("transport", ["packed", "allreduce"])
+def test_set_format_between_steps(transport):
+    """Oracle: a compressor that had the new format from the start; a rank that is left behind is an error on all."""
+    compressor, other = APSCompressor(4, 3, transport=transport), APSCompressor(3, 0, transport=transport)
+    x = torch.randn(50, generator=torch.Generator().manual_seed(hvd.rank()))
+    hvd.allreduce(x, name="x", compression=compressor)
+    compressor.set_format(e=3, m=0)
+    result = hvd.allreduce(x, name="x", compression=compressor)
+    assert torch.equal(result, hvd.allreduce(x, name="y", compression=other))
+    if hvd.rank() != 0:
+        compressor.set_format(m=2)
+    with pytest.raises(ValueError, match="all ranks must use the same"):
+        hvd.allreduce(x, name="x", compression=compressor)
+    if hvd.rank() == 0:
+        compressor.set_format(m=2)
+    assert not torch.equal(hvd.allreduce(x, name="x", compression=compressor), result)
+
+
 def test_stats_report_what_was_sent():
     compressor = APSCompressor(4, 3, stats=True)
     x = torch.randn(200_000, generator=torch.Generator().manual_seed(hvd.rank()))

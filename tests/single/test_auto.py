@@ -223,6 +223,21 @@ def test_loading_a_state_keeps_the_callers_overrides(overrides):
         assert new[0].exchange("a").step_number == 3 and new[0].chosen_overrides() is None
 
 
+# ---- Overrides by hand ----
+
+
+def test_overrides_that_match_nothing_are_named(caplog):
+    """A typing error in a pattern must not go unnoticed; one warning, when all tensors have been there."""
+    compressors = pair(["fc.weight", "conv"], overrides={"conv": (5, 10), "fx.*": "float32"})
+    with caplog.at_level(logging.WARNING, logger="horovod_aps"):
+        run(compressors, ["fc.weight", "conv"], 0)
+        assert not caplog.records
+        for step in (1, 2, 3):
+            run(compressors, ["fc.weight", "conv"], step)
+    assert [record.getMessage() for record in caplog.records] == [
+        "overrides ['fx.*'] match none of the 2 tensors, which are called conv, fc.weight"]
+
+
 # ---- set_format ----
 
 
