@@ -295,7 +295,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "tensors": N_TENSORS,
         "format": f"{e},{m}",
         "bucket_bytes": bucket_mb * 1e6,
-        "allreduce": "rabenseifner" if hvd.mpi_enabled() else "ring",
+        "allreduce": "openmpi" if hvd.mpi_enabled() else "ring",
         "links": {"bytes": link_bytes, **measure_links(clock, link_bytes)},
         "synchronise": {
             key: clock(_synchroniser(sizes, how, f"calibrate.{key}")) for key, (sizes, how) in cases.items()

@@ -67,7 +67,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--allreduce",
         choices=perfmodel.ALLREDUCES,
-        help="Horovod's own for fp32 and fp16; Open MPI's is rabenseifner (default: calibrated, or ring)",
+        help="Horovod's own for fp32 and fp16; openmpi over MPI (default: calibrated, or ring)",
     )
     parser.add_argument(
         "--hierarchical",
@@ -318,7 +318,7 @@ def check(paths: Sequence[Path], network: Network, machine: Machine) -> int:
                 nominal(network, result["rate_bits"] / 8),
                 ranks_per_host=1,
                 latency=network.latency + delay,
-                allreduce="rabenseifner",  # Horovod over Open MPI
+                allreduce="openmpi",  # Horovod over Open MPI
             )
             for method, one in result["methods"].items():
                 predicted = _predict_method(method, sizes, n_ranks, link, machine)

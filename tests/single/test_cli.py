@@ -143,7 +143,7 @@ def sync_results(link: Network, machine: Machine, factor: float, n_ranks: int = 
     `factor`.
     """
     sizes = shapes.layer_sizes("resnet50")
-    link = replace(link, allreduce="rabenseifner")
+    link = replace(link, allreduce="openmpi")
     methods = {
         "horovod_fp32": perfmodel.predict_ring(sizes, n_ranks, link, machine).total,
         "horovod_fp16": perfmodel.predict_ring(sizes, n_ranks, link, machine, 16).total,
@@ -194,7 +194,7 @@ def test_predict_check_without_any_counterpart(capsys, tmp_path):
 def test_calibrate_derives_the_parameters_behind_the_times(n_ranks):
     """Oracle: times computed forwards from known parameters must give those parameters back."""
     n, n_tensors = 6_400_000, 64
-    network = Network(bandwidth=1e8, latency=1e-4, efficiency=1.0, allreduce="rabenseifner")
+    network = Network(bandwidth=1e8, latency=1e-4, efficiency=1.0, allreduce="openmpi")
     rates = KernelRates(scan=9e9, encode=5e9, reduce=3e9, decode=4e9)
     machine = Machine(
         kernels={"4,3": rates}, copy_rate=3e9, add_rate=2e9, add16_rate=1e9, cast_rate=5e9,
@@ -212,7 +212,7 @@ def test_calibrate_derives_the_parameters_behind_the_times(n_ranks):
 
     link_bytes = n // n_ranks
     measured = {
-        "elements": n, "tensors": n_tensors, "format": "4,3", "bucket_bytes": n, "allreduce": "rabenseifner",
+        "elements": n, "tensors": n_tensors, "format": "4,3", "bucket_bytes": n, "allreduce": "openmpi",
         "links": {"bytes": link_bytes, "small": 1e-4, "large": 1e-4 + (n_ranks - 1) * link_bytes / 1e8},
         "synchronise": {"fp32 small": ring([8]), "fp32 tiny": ring(tiny), "fp32 flat": ring([n]),
                         "fp32 many": ring(many), "fp16 flat": ring([n], 16), "aps tiny": ours(tiny),
