@@ -29,7 +29,7 @@ REBUILD = "reinstall Horovod for the frameworks that are here now: make setup, o
 REPORT = "please report this with the lines above"
 REMEDIES = {  # for what a check did not foresee; by the name of its function
     "versions": "reinstall: pip install .",
-    "environment": "unset the HOROVOD_APS_* variables",
+    "environment": "unset the variables of this package",
     "kernels": "rebuild the CPU library: pip install -e . --no-build-isolation",
     "gpu": "see that nvidia-smi works, and that CuPy is the one for your CUDA version; without GPUs: "
            "CUDA_VISIBLE_DEVICES=",
