@@ -65,6 +65,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--ranks-per-host", type=int, help="ranks that share one host's link")
     parser.add_argument("--intra-bandwidth", type=parse_bandwidth, help="between ranks of one host")
     parser.add_argument(
+        "--host-rate", type=parse_bandwidth, help="what a rank moves through its network stack, such as 1GB (no limit)"
+    )
+    parser.add_argument(
         "--allreduce",
         choices=perfmodel.ALLREDUCES,
         help="Horovod's own for fp32 and fp16; openmpi over MPI (default: calibrated, or ring)",
@@ -116,7 +119,7 @@ def load_parameters(args: argparse.Namespace) -> tuple[Network, Machine]:
         network, machine = perfmodel.load_calibration(args.calibration)
     changes = {
         name: getattr(args, name)
-        for name in ("latency", "ranks_per_host", "intra_bandwidth", "allreduce")
+        for name in ("latency", "ranks_per_host", "intra_bandwidth", "host_rate", "allreduce")
         if getattr(args, name) is not None
     }
     return replace(network, hierarchical=args.hierarchical, **changes), machine
@@ -302,12 +305,14 @@ def check(paths: Sequence[Path], network: Network, machine: Machine) -> int:
 
     Covers Horovod's own methods and ours on built-in models and on one flat vector, over MPI on links of
     known rate; the rest (other frameworks, whole training steps) has no counterpart in the model and is left
-    out.
+    out. All hosts of the benchmark share one machine's cores.
     """
     rows, errors, left_out = [], [], 0
     groups: dict[str, dict[str, list[float]]] = {"link": {}, "hosts": {}, "method": {}}
     for path in paths:
-        for result in _read_results(path):
+        results, cores = _read_results(path)
+        machine = replace(machine, cores=min(machine.cores, cores))
+        for result in results:
             case, n_ranks = result["case"], result["n_ranks"]
             sizes = _case_sizes(case["work"], result["n_elements"])
             if sizes is None or result["rate_bits"] is None or case["launcher"] != "mpi":
@@ -349,14 +354,14 @@ def check(paths: Sequence[Path], network: Network, machine: Machine) -> int:
     return 0
 
 
-def _read_results(path: Path) -> list[dict[str, Any]]:
-    """The results in a JSON file of benchmarks/sync.py."""
+def _read_results(path: Path) -> tuple[list[dict[str, Any]], float]:
+    """The results in a JSON file of benchmarks/sync.py, and the cores of the machine that it ran on."""
     document = json.loads(path.read_text())
     results = document.get("results") if isinstance(document, dict) else None
     needed = {"case", "n_ranks", "n_elements", "rate_bits", "methods"}
     if not isinstance(results, list) or any(not needed <= set(result) for result in results):
         raise ValueError(f"--check: {path} must be a JSON file that benchmarks/sync.py wrote")
-    return results
+    return results, document.get("machine", {}).get("cores") or math.inf
 
 
 def _case_sizes(work: str, n_elements: int) -> list[int] | None:

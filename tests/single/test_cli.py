@@ -184,6 +184,15 @@ def test_predict_check_prints_errors(capsys, tmp_path):
     ]
 
 
+def test_predict_check_knows_that_hosts_share_cores(capsys, tmp_path):
+    """Oracle: a machine of two cores in the model itself; four hosts need twice the processor time."""
+    link = replace(Network(), bandwidth=1.25e8, latency=Network().latency + 5e-3, host_rate=1e8)
+    document = {"results": [sync_results(link, Machine(cores=2), 1.0, 4)], "machine": {"cores": 2}}
+    (tmp_path / "r.json").write_text(json.dumps(document))
+    assert cli.main(["predict", "--check", str(tmp_path / "r.json"), "--host-rate", "0.1GB"]) == 0
+    assert "3 comparisons, 1 without a counterpart; median error 0 %, largest 0 %" in capsys.readouterr().out
+
+
 def test_predict_check_without_any_counterpart(capsys, tmp_path):
     (tmp_path / "r.json").write_text('{"results": []}')
     assert cli.main(["predict", "--check", str(tmp_path / "r.json")]) == 2
