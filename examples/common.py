@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
 import socket
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from horovod_aps import report
+from horovod_aps import config, report
 from horovod_aps.options import Options
 
-IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
-RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp")  # what both frameworks read
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's colours
 
 
 def launcher_rank() -> int:
     """This process's rank as its launcher set it, known before `hvd.init()`; 0 if nobody launched us."""
-    return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
+    return int(config.launcher_rank() or 0)
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,6 +36,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if launcher_rank() == 0:
             print(f"{self.prog}: {message}\nTry {self.prog} --help", file=sys.stderr)
+        else:
+            time.sleep(10)  # a launcher ends all ranks with the first that leaves: that is to be rank 0
         sys.exit(2)
 
 
@@ -43,7 +46,39 @@ def fail(message: str) -> NoReturn:
     sys.exit(f"{Path(sys.argv[0]).name}, rank {launcher_rank()} on {socket.gethostname()}: {message}")
 
 
+@contextlib.contextmanager
+def checks(hvd: Any) -> Iterator[None]:
+    """For code that may `fail` on some ranks: then all of them stop, and rank 0 prints one of the messages."""
+    problem = None
+    try:
+        yield
+    except SystemExit as stop:
+        problem = stop.code
+    # The name must not depend on the object's type, as Horovod's default does.
+    problems = [text for text in hvd.allgather_object(problem, name="checks") if text is not None]
+    if not problems:
+        return
+    if hvd.rank() == 0:
+        print(problems[0], file=sys.stderr, flush=True)
+    hvd.allgather_object(None, name="checks.end")  # nobody leaves before rank 0 has spoken
+    sys.exit(1)
+
+
 # ---- Flags ----
+
+
+def integer(low: int, high: int | None = None) -> Callable[[str], int]:
+    """The type of a flag whose value has limits."""
+
+    def convert(text: str) -> int:
+        if not text.removeprefix("-").isdecimal():
+            raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}")
+        if int(text) < low or (high is not None and int(text) > high):
+            limits = f"at least {low}" if high is None else f"in {low}..{high}"
+            raise argparse.ArgumentTypeError(f"must be {limits}, got {text}")
+        return int(text)
+
+    return convert
 
 
 def add_compression_flags(parser: argparse.ArgumentParser) -> None:
@@ -80,8 +115,8 @@ def add_training_flags(
 ) -> None:
     """Flags of every example that trains."""
     group = parser.add_argument_group("training")
-    group.add_argument("--epochs", type=int, default=epochs, help="passes over the data")
-    group.add_argument("--batch-size", type=int, default=batch_size, help="samples per rank and step")
+    group.add_argument("--epochs", type=integer(1), default=epochs, help="passes over the data")
+    group.add_argument("--batch-size", type=integer(1), default=batch_size, help="samples per rank and step")
     group.add_argument(
         "--base-lr",
         type=float,
@@ -99,16 +134,28 @@ def add_training_flags(
         action="store_true",
         help="compute in float16 on GPUs (with loss scaling) and in bfloat16 on CPUs",
     )
-    group.add_argument("--max-steps", type=int, metavar="N", help="stop after N steps, to try things out")
+    group.add_argument("--max-steps", type=integer(1), metavar="N", help="stop after N steps, to try things out")
     group.add_argument(
         "--synthetic", action="store_true", help="train on random data; no data folder is needed"
     )
-    group.add_argument("--seed", type=int, default=42, help="of initialisation and shuffling")
+    group.add_argument("--seed", type=integer(0, 2**32 - 1), default=42, help="of initialisation and shuffling")
     group.add_argument("--no-cuda", action="store_true", help="do not use GPUs")
     group = parser.add_argument_group("files, written by rank 0")
     group.add_argument("--checkpoint", type=Path, metavar="FILE", help="saved after every epoch")
     group.add_argument("--resume", action="store_true", help="go on from --checkpoint, if it exists")
     group.add_argument("--log-dir", metavar="DIR", help="write TensorBoard logs there")
+
+
+def add_benchmark_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of the benchmarks on random data."""
+    parser.add_argument("--batch-size", type=integer(1), default=32, help="images per rank and step")
+    parser.add_argument("--image-size", type=integer(32), default=224, help="side of the images")
+    parser.add_argument("--num-warmup-batches", type=integer(0), default=10, help="steps before the timing begins")
+    parser.add_argument("--num-batches-per-iter", type=integer(1), default=10, help="steps of one measurement")
+    parser.add_argument("--num-iters", type=integer(1), default=10, help="measurements")
+    parser.add_argument("--mixed-precision", action="store_true", help="float16 on GPUs, bfloat16 on CPUs")
+    parser.add_argument("--seed", type=integer(0, 2**32 - 1), default=42)
+    parser.add_argument("--no-cuda", action="store_true", help="do not use GPUs")
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -129,10 +176,6 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
             Options(args.aps_exp_bits, args.aps_man_bits, overrides=args.aps_overrides)
         except (TypeError, ValueError) as error:
             parser.error(str(error))
-    for name in ("epochs", "batch_size", "max_steps"):
-        value = getattr(args, name, None)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if getattr(args, "resume", False) and args.checkpoint is None:
         parser.error("--resume needs --checkpoint")
     return args
@@ -165,6 +208,11 @@ def compression(args: argparse.Namespace, stock: Any, compressor: Any) -> Any:
             stats=bool(args.aps_report),
         )
     return stock.fp16 if args.fp16_allreduce else stock.none
+
+
+def compression_name(args: argparse.Namespace, compression: Any) -> str:
+    """How the gradients are sent, for people."""
+    return str(compression) if args.aps_allreduce else "fp16" if args.fp16_allreduce else "none"
 
 
 def finish(args: argparse.Namespace, compressor: Any, rank: int) -> None:
@@ -205,6 +253,45 @@ def check_same_classes(train: list[str], validation: list[str]) -> None:
     if train != validation:
         odd = sorted(set(train) ^ set(validation))
         fail(f"training and validation folders must have the same classes; these are only in one: {odd[:5]}")
+
+
+def check_batches(n_batches: int, n_images: int, batch_size: int, size: int) -> None:
+    """Stop if there is nothing to train on."""
+    if n_batches == 0:
+        fail(
+            f"{n_images} images make no batch of {batch_size} on each of {size} ranks; use a smaller --batch-size"
+        )
+
+
+# ---- Checkpoints ----
+
+
+def check_checkpoint(path: Path | None) -> None:
+    """Stop now rather than after the first epoch if --checkpoint cannot be written; makes its folder."""
+    if path is None:
+        return
+    if path.is_dir():
+        fail(f"--checkpoint {path} is a folder; name a file in it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--checkpoint {path}: its folder cannot be made ({error.strerror})")
+
+
+def resume(args: argparse.Namespace, exists: bool, load: Callable[[], int]) -> int:
+    """For rank 0: `load` the checkpoint if it is asked for and there; returns the steps already done."""
+    if not args.resume:
+        return 0
+    if not exists:
+        print(f"--resume: there is no {args.checkpoint} yet, starting from random weights", flush=True)
+        return 0
+    try:
+        step = load()
+    except Exception as error:  # whatever a file of something else leads to
+        reason = str(error).strip().partition("\n")[0]
+        fail(f"--resume: {args.checkpoint} is no checkpoint of this model ({type(error).__name__}: {reason})")
+    print(f"Resuming from {args.checkpoint} at step {step}", flush=True)
+    return step
 
 
 # ---- Learning rate ----

@@ -14,11 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from common import IMAGE_ENDINGS, fail
+from common import IMAGE_ENDINGS, MEAN, STD, fail, integer
 from PIL import Image
 
 VOID = 255
-MEAN, STD = np.float32([0.485, 0.456, 0.406]), np.float32([0.229, 0.224, 0.225])
 # Cityscapes' 19 evaluated classes among its 34 label ids, in the order of their training ids.
 CITYSCAPES_IDS = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33)
 Pairs = list[tuple[Path, Path]]
@@ -34,17 +33,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--num-classes",
-        type=int,
+        type=integer(1, VOID),
         metavar="N",
         help="ids 0..N-1 are classes, others are void (default: 19 Cityscapes, 21 VOC, 11 folder)",
     )
     parser.add_argument(
         "--crop",
-        type=int,
+        type=integer(32),
         nargs=2,
         default=(480, 480),
         metavar=("HEIGHT", "WIDTH"),
-        help="size of the pieces that are trained on",
+        help="size of the pieces that are trained on; evaluation takes whole images",
     )
 
 
@@ -121,35 +120,37 @@ class SegmentationData:
         return self.synthetic or len(self.pairs)
 
     def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """A sample: for training a random crop, flipped at random, else the middle; the same in every run."""
+        """A sample: for training a random crop, flipped at random, else all of it; the same in every run."""
         random = np.random.default_rng((self.seed, self.epoch, i))
         if self.synthetic:
             image = random.standard_normal((*self.crop, 3), dtype=np.float32)
             return image, random.integers(self.n_classes, size=self.crop)
         with Image.open(self.pairs[i][0]) as image_file, Image.open(self.pairs[i][1]) as label_file:
-            image = (np.asarray(image_file.convert("RGB"), np.float32) / 255 - MEAN) / STD
-            labels = self._ids[np.asarray(label_file, np.uint8)]
+            image = (np.asarray(image_file.convert("RGB"), np.float32) / 255 - np.float32(MEAN)) / np.float32(STD)
+            ids = np.asarray(label_file).astype(np.int64)
+        labels = self._ids[np.where((ids < 0) | (ids > VOID), VOID, ids)]
         if image.shape[:2] != labels.shape:
             fail(
                 f"{self.pairs[i][0]} is {image.shape[:2]} but its label map {self.pairs[i][1]} is "
                 f"{labels.shape}; label maps must hold one class id per pixel and have their image's size"
             )
-        image, labels = self._cut(image, labels, random)
-        if self.augment and random.random() < 0.5:
-            image, labels = image[:, ::-1], labels[:, ::-1]
+        if self.augment:
+            image, labels = self._cut(image, labels, random)
+            if random.random() < 0.5:
+                image, labels = image[:, ::-1], labels[:, ::-1]
         return np.ascontiguousarray(image), labels.astype(np.int64)
 
     def _cut(
         self, image: np.ndarray, labels: np.ndarray, random: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """A piece of the crop's size; what the image lacks is padded with zeros and VOID."""
+        """A piece of the crop's size from anywhere; what the image lacks is padded with zeros and VOID."""
         missing = [max(0, want - have) for want, have in zip(self.crop, labels.shape, strict=True)]
         if any(missing):
             rows, columns = [(n // 2, n - n // 2) for n in missing]
             image = np.pad(image, (rows, columns, (0, 0)))
             labels = np.pad(labels, (rows, columns), constant_values=VOID)
         room = [have - want for want, have in zip(self.crop, labels.shape, strict=True)]
-        top, left = [int(random.integers(n + 1)) for n in room] if self.augment else [n // 2 for n in room]
+        top, left = [int(random.integers(n + 1)) for n in room]
         window = np.s_[top : top + self.crop[0], left : left + self.crop[1]]
         return image[window], labels[window]
 

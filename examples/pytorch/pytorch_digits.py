@@ -1,6 +1,8 @@
 """The smallest complete example: a conv net on scikit-learn's handwritten digits, which ship with it.
 
-horovodrun -np 2 python examples/pytorch/pytorch_digits.py --aps-allreduce --aps-exp-bits 4 --aps-man-bits 3
+    horovodrun -np 2 python examples/pytorch/pytorch_digits.py --aps-allreduce --aps-exp-bits 4 --aps-man-bits 3
+
+Needs training.py beside it and common.py one folder up.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ def main() -> None:
     # Horovod: initialize library.
     hvd.init()
     device = training.pick_device(args)
-    train_loader, test_loader, sampler = training.loaders(*make_data(args), args, device)
+    with common.checks(hvd):
+        train_loader, test_loader, sampler = training.loaders(*make_data(args), args, device)
     model = Net().to(device)
     amp = training.MixedPrecision(args.mixed_precision, device)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=args.base_lr, momentum=0.9)

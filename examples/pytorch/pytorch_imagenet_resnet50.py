@@ -2,6 +2,8 @@
 
     horovodrun -np 2 python examples/pytorch/pytorch_imagenet_resnet50.py \\
         --train-dir imagenet/train --val-dir imagenet/val --aps-allreduce --aps-exp-bits 4 --aps-man-bits 3
+
+Needs training.py beside it and common.py one folder up.
 """
 
 from __future__ import annotations
@@ -25,8 +27,6 @@ import training  # noqa: E402
 
 from horovod_aps.torch import APSCompressor  # noqa: E402
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
 
 def parse() -> argparse.Namespace:
     parser = common.Parser("PyTorch ImageNet example with APS gradient compression")
@@ -37,8 +37,8 @@ def parse() -> argparse.Namespace:
         "--val-dir", type=Path, default=Path("imagenet/val"), help="validation images by class"
     )
     parser.add_argument("--model", default="resnet50", help="name of a torchvision classifier")
-    parser.add_argument("--image-size", type=int, default=224, help="side of the crops")
-    parser.add_argument("--workers", type=int, default=0, help="processes that load data, per rank")
+    parser.add_argument("--image-size", type=common.integer(32), default=224, help="side of the crops")
+    parser.add_argument("--workers", type=common.integer(0), default=0, help="processes that load data, per rank")
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--weight-decay", type=float, default=5e-5)
     common.add_training_flags(parser, epochs=90, batch_size=32, base_lr=0.0125, warmup_epochs=5)
@@ -63,7 +63,7 @@ def make_data(args: argparse.Namespace) -> tuple[Dataset[Any], Dataset[Any], int
         )
     classes = common.check_image_folder(args.train_dir, "--train-dir")
     common.check_same_classes(classes, common.check_image_folder(args.val_dir, "--val-dir"))
-    to_tensor = [transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
+    to_tensor = [transforms.ToTensor(), transforms.Normalize(common.MEAN, common.STD)]
     train = transforms.Compose(
         [transforms.RandomResizedCrop(side), transforms.RandomHorizontalFlip(), *to_tensor]
     )
@@ -98,13 +98,9 @@ def main() -> None:
     # Horovod: initialize library.
     hvd.init()
     device = training.pick_device(args)
-    train_data, val_data, n_classes = make_data(args)
-    train_loader, val_loader, sampler = training.loaders(train_data, val_data, args, device)
-    if len(train_loader) == 0:
-        common.fail(
-            f"{len(train_data)} images make no batch of {args.batch_size} on each of {hvd.size()} ranks; "  # type: ignore[arg-type]
-            f"use a smaller --batch-size"
-        )
+    with common.checks(hvd):
+        train_data, val_data, n_classes = make_data(args)
+        train_loader, val_loader, sampler = training.loaders(train_data, val_data, args, device)
     model = models.get_model(args.model, num_classes=n_classes).to(device)
     amp = training.MixedPrecision(args.mixed_precision, device)
     optimizer: Any = torch.optim.SGD(

@@ -2,6 +2,8 @@
 
     horovodrun -np 2 python examples/pytorch/pytorch_segmentation_fcn.py --data-dir camvid --layout folder \\
         --crop 176 240 --aps-allreduce --aps-exp-bits 4 --aps-man-bits 3
+
+Needs training.py beside it, and common.py and segmentation_data.py one folder up.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def parse() -> argparse.Namespace:
     parser = common.Parser("PyTorch segmentation example with APS gradient compression")
     segmentation_data.add_flags(parser)
     parser.add_argument("--model", choices=MODELS, default="fcn_resnet50", help="torchvision model")
-    parser.add_argument("--workers", type=int, default=0, help="processes that load data, per rank")
+    parser.add_argument("--workers", type=common.integer(0), default=0, help="processes that load data, per rank")
     parser.add_argument("--weight-decay", type=float, default=1e-4)
     common.add_training_flags(parser, epochs=60, batch_size=4, base_lr=0.01, warmup_epochs=1)
     common.add_compression_flags(parser)
@@ -88,7 +90,7 @@ def pixel_loss(output: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.T
 def evaluate(
     model: torch.nn.Module, loader: Any, device: torch.device, n_classes: int, args: argparse.Namespace
 ) -> float:
-    """Mean IoU over the validation data of all ranks."""
+    """Mean IoU over all pixels of the validation images of all ranks."""
     model.eval()
     matrix = torch.zeros(n_classes, n_classes, dtype=torch.int64)
     with torch.no_grad():
@@ -106,17 +108,17 @@ def main() -> None:
     # Horovod: initialize library.
     hvd.init()
     device = training.pick_device(args)
-    train_data = segmentation_data.SegmentationData(args, "train")
-    val_data = segmentation_data.SegmentationData(args, "val")
-    n_classes = train_data.n_classes
-    train_loader, val_loader, sampler = training.loaders(
-        AsTensors(train_data), AsTensors(val_data), args, device
-    )
-    if len(train_loader) == 0:
-        common.fail(
-            f"{len(train_data)} images make no batch of {args.batch_size} on each of {hvd.size()} ranks; "
-            f"use a smaller --batch-size"
+    with common.checks(hvd):
+        train_data = segmentation_data.SegmentationData(args, "train")
+        val_data = segmentation_data.SegmentationData(args, "val")
+        train_loader, val_loader, sampler = training.loaders(
+            AsTensors(train_data),
+            AsTensors(val_data),
+            args,
+            device,
+            test_batch_size=1,  # whole images, of any size
         )
+    n_classes = train_data.n_classes
     model = make_model(args, n_classes).to(device)
     amp = training.MixedPrecision(args.mixed_precision, device)
     optimizer: Any = torch.optim.SGD(

@@ -3,7 +3,8 @@
     horovodrun -np 2 python examples/pytorch/pytorch_synthetic_benchmark.py --model resnet50 --aps-allreduce
 
 Compare with --fp16-allreduce and without either. On one machine without GPUs the network is not what takes
-time; benchmarks/ measures the exchange over links of a given speed.
+time; benchmarks/ measures the exchange over links of a given speed. Needs training.py beside it
+and common.py one folder up.
 """
 
 from __future__ import annotations
@@ -30,14 +31,7 @@ from horovod_aps.torch import APSCompressor  # noqa: E402
 def main() -> None:
     parser = common.Parser("PyTorch synthetic benchmark with APS gradient compression")
     parser.add_argument("--model", default="resnet50", help="name of a torchvision classifier")
-    parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
-    parser.add_argument("--image-size", type=int, default=224)
-    parser.add_argument("--num-warmup-batches", type=int, default=10, help="steps before the timing begins")
-    parser.add_argument("--num-batches-per-iter", type=int, default=10, help="steps of one measurement")
-    parser.add_argument("--num-iters", type=int, default=10, help="measurements")
-    parser.add_argument("--mixed-precision", action="store_true", help="float16 on GPUs, bfloat16 on CPUs")
-    parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--no-cuda", action="store_true", help="do not use GPUs")
+    common.add_benchmark_flags(parser)
     common.add_compression_flags(parser)
     args = common.parse(parser)
     if args.model not in models.list_models(module=models):
@@ -82,7 +76,7 @@ def main() -> None:
         unit = "GPU" if device.type == "cuda" else "CPU rank"
         spread = 1.96 * all_rates.std(correction=0).item()
         print(
-            f"{args.model}, batch {args.batch_size}, {hvd.size()} ranks, {compression}\n"
+            f"{args.model}, batch {args.batch_size}, {hvd.size()} ranks, {common.compression_name(args, compression)}\n"
             f"Images/s per {unit}: {all_rates.mean():.1f} +- {spread:.1f}\n"
             f"Images/s in all: {hvd.size() * all_rates.mean():.1f} +- {hvd.size() * spread:.1f}",
             flush=True,

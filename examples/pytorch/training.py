@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import common
 import horovod.torch as hvd
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 from horovod_aps.torch import APSCompressor
@@ -27,25 +29,25 @@ def pick_device(args: argparse.Namespace) -> torch.device:
 
 
 def loaders(
-    train: Dataset[Any], test: Dataset[Any], args: argparse.Namespace, device: torch.device
+    train: Any, test: Any, args: argparse.Namespace, device: torch.device, test_batch_size: int | None = None
 ) -> tuple[DataLoader[Any], DataLoader[Any], DistributedSampler[Any]]:
     """Loaders of this rank's share of the data, and the sampler to be told of every new epoch."""
-    options: dict[str, Any] = {
-        "batch_size": args.batch_size,
-        "num_workers": args.workers,
-        "pin_memory": device.type == "cuda",
-    }
-    if args.workers:  # fork is unsafe once MPI or CUDA threads run
-        options.update(multiprocessing_context="forkserver", persistent_workers=True)
+    options: dict[str, Any] = {"num_workers": args.workers, "pin_memory": device.type == "cuda"}
+    if args.workers:
+        # fork is unsafe once MPI or CUDA threads run. Workers live for one epoch, as a dataset may depend on it;
+        # what takes long to import is imported once.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["horovod.torch", "torchvision"])
+        options["multiprocessing_context"] = context
     # Horovod: every rank trains on its own share ...
     sampler = DistributedSampler(train, num_replicas=hvd.size(), rank=hvd.rank(), seed=args.seed)
     # ... and tests on its own share, every sample exactly once.
-    share = Subset(test, range(hvd.rank(), len(test), hvd.size()))  # type: ignore[arg-type]
-    return (
-        DataLoader(train, sampler=sampler, drop_last=True, **options),
-        DataLoader(share, **options),
-        sampler,
+    share = Subset(test, range(hvd.rank(), len(test), hvd.size()))
+    train_loader: DataLoader[Any] = DataLoader(
+        train, args.batch_size, sampler=sampler, drop_last=True, **options
     )
+    common.check_batches(len(train_loader), len(train), args.batch_size, hvd.size())
+    return train_loader, DataLoader(share, test_batch_size or args.batch_size, **options), sampler
 
 
 class MixedPrecision:
@@ -98,7 +100,6 @@ def save_checkpoint(
     """
     if path is None:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(compression, APSCompressor):
         _save({"step": step, "compressor": compression.state_dict()}, _own(path))
     if hvd.rank() == 0:
@@ -121,24 +122,33 @@ def restore(
     args: argparse.Namespace, model: torch.nn.Module, optimizer: Any, amp: MixedPrecision, compression: Any
 ) -> int:
     """Start all ranks alike, from rank 0's checkpoint or random weights; returns the steps already done."""
-    step = 0
-    if args.resume and hvd.rank() == 0 and args.checkpoint.exists():
+
+    def load() -> int:
         state = torch.load(args.checkpoint, weights_only=True, map_location="cpu")
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         amp.scaler.load_state_dict(state["scaler"])
-        step = state["step"]
-        print(f"Resuming from {args.checkpoint} at step {step}", flush=True)
-    # Horovod: broadcast parameters, optimizer state and progress from rank 0.
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    step, scaler_state = hvd.broadcast_object((step, amp.scaler.state_dict()), root_rank=0)
+        return int(state["step"])
+
+    step = 0
+    with common.checks(hvd):
+        common.check_checkpoint(args.checkpoint)
+        if hvd.rank() == 0:
+            step = common.resume(args, bool(args.checkpoint and args.checkpoint.exists()), load)
+    # Horovod: broadcast progress, optimizer state and parameters from rank 0; the parameters last, because ranks
+    # whose optimizer has no state yet take a step to make some, and weight decay moves the parameters in it.
+    step, scaler_state, has_state = hvd.broadcast_object(
+        (step, amp.scaler.state_dict(), bool(optimizer.state)), root_rank=0
+    )
     amp.scaler.load_state_dict(scaler_state)
+    if has_state:
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     if step and isinstance(compression, APSCompressor) and _own(args.checkpoint).exists():
         own = torch.load(_own(args.checkpoint), weights_only=True)
         if own["step"] == step:
             compression.load_state_dict(own["compressor"])
-    return int(step)
+    return step
 
 
 class Log:

@@ -3,6 +3,7 @@
     horovodrun -np 2 python examples/tensorflow2/tensorflow2_keras3_fit.py --aps-allreduce
 
 Horovod's own Keras wrapper silently trains without all-reduce on Keras 3; horovod_aps.keras has one that does.
+Needs training.py beside it and common.py one folder up.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
+import tensorflow as tf
 from sklearn.datasets import load_digits
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -67,7 +69,10 @@ def main() -> None:
     # Horovod: initialize library.
     hvd.init()
     training.pin_device(args)
-    train, test = make_data(args)
+    (images, labels), test = make_data(args)
+    n_batches = len(images) // args.batch_size
+    with common.checks(hvd):
+        common.check_batches(n_batches, len(images) * hvd.size(), args.batch_size, hvd.size())
     model = make_model()
     optimizer = training.with_loss_scale(keras.optimizers.SGD(args.base_lr, momentum=0.9))
     # Horovod: make the optimizer distributed; this is where the gradients' format is chosen.
@@ -81,14 +86,19 @@ def main() -> None:
     # Horovod: start all ranks alike. Without checkpoints, aps.BroadcastGlobalVariablesCallback(0) does it.
     checkpoints = training.Checkpoints(args, model, optimizer, compression)
     step = checkpoints.restore()
-    n_batches = -(-len(train[0]) // args.batch_size)
-    progress = training.Progress(args, n_batches, "poly", step, checkpoints)
+    test_batches = tf.data.Dataset.from_tensor_slices(test).batch(args.batch_size)
+    progress = training.Progress(args, n_batches, "poly", checkpoints, test_batches)
+
+    def batches(order: tf.data.Dataset) -> tf.data.Dataset:
+        indices = order.batch(args.batch_size, drop_remainder=True)
+        return indices.map(lambda i: (tf.gather(images, i), tf.gather(labels, i)))
+
+    first_epoch = step // n_batches
     model.fit(
-        *train,
-        batch_size=args.batch_size,
+        training.epochs(len(images), args.seed, first_epoch, batches),
+        steps_per_epoch=n_batches,
         epochs=progress.n_epochs,
-        initial_epoch=step // n_batches,
-        validation_data=test,
+        initial_epoch=first_epoch,
         callbacks=[aps.MetricAverageCallback(), progress],
         verbose=0,
     )

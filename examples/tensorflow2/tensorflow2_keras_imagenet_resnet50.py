@@ -3,7 +3,7 @@
     horovodrun -np 2 python examples/tensorflow2/tensorflow2_keras_imagenet_resnet50.py \\
         --train-dir imagenet/train --val-dir imagenet/val --aps-allreduce --aps-exp-bits 4 --aps-man-bits 3
 
-Any folder of images sorted into classes will do.
+Any folder of images sorted into classes will do. Needs training.py beside it and common.py one folder up.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -27,36 +26,31 @@ import training  # noqa: E402
 
 import horovod_aps.keras as aps  # noqa: E402
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-READABLE = (".jpg", ".jpeg", ".png", ".bmp")
-
 
 def parse() -> argparse.Namespace:
     parser = common.Parser("Keras ImageNet example with APS gradient compression")
     parser.add_argument("--train-dir", type=Path, default=Path("imagenet/train"), help="images by class")
     parser.add_argument("--val-dir", type=Path, default=Path("imagenet/val"), help="images by class")
     parser.add_argument("--model", default="ResNet50", help="name of a model of keras.applications")
-    parser.add_argument("--image-size", type=int, default=224, help="side of the crops")
+    parser.add_argument("--image-size", type=common.integer(32), default=224, help="side of the crops")
     parser.add_argument("--momentum", type=float, default=0.9)
     common.add_training_flags(parser, epochs=90, batch_size=32, base_lr=0.0125, warmup_epochs=5)
     common.add_compression_flags(parser)
     args = common.parse(parser)
     if not callable(getattr(keras.applications, args.model, None)):
         parser.error(f"--model must be in keras.applications, such as ResNet50, got {args.model!r}")
-    if args.image_size < 32:
-        parser.error(f"--image-size must be at least 32, got {args.image_size}")
     return args
 
 
-def files_of(folder: Path, classes: list[str]) -> tuple[list[str], list[int]]:
+def files_of(folder: Path, classes: list[str]) -> tuple[tf.Tensor, tf.Tensor]:
     """Paths and labels of all images, in an order that all ranks share."""
     found = [
         (str(path), label)
         for label, name in enumerate(classes)
         for path in sorted((folder / name).iterdir())
-        if path.suffix.lower() in READABLE
+        if path.suffix.lower() in common.IMAGE_ENDINGS
     ]
-    return [path for path, _ in found], [label for _, label in found]
+    return tf.constant([path for path, _ in found]), tf.constant([label for _, label in found])
 
 
 def crop_at_random(image: tf.Tensor, side: int) -> tf.Tensor:
@@ -76,28 +70,29 @@ def crop_middle(image: tf.Tensor, side: int) -> tf.Tensor:
     return tf.image.resize_with_crop_or_pad(tf.image.resize(image, scaled), side, side)
 
 
-def make_dataset(paths: list[str], labels: list[int], args: argparse.Namespace, train: bool) -> Any:
-    """This rank's batches."""
+def make_dataset(
+    order: tf.data.Dataset, paths: tf.Tensor, labels: tf.Tensor, args: argparse.Namespace, train: bool
+) -> tf.data.Dataset:
+    """This rank's batches, from the indices of all images."""
 
-    def load(path: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        image = tf.io.decode_image(tf.io.read_file(path), channels=3, expand_animations=False)
+    def load(i: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        file = tf.io.read_file(tf.gather(paths, i))
+        image = tf.io.decode_image(file, channels=3, expand_animations=False)
         image = tf.cast(image, tf.float32) / 255
         image = crop_at_random(image, args.image_size) if train else crop_middle(image, args.image_size)
-        return (tf.ensure_shape(image, (args.image_size, args.image_size, 3)) - MEAN) / STD, label
+        image = tf.ensure_shape(image, (args.image_size, args.image_size, 3))
+        return (image - common.MEAN) / common.STD, tf.gather(labels, i)
 
-    data = tf.data.Dataset.from_tensor_slices((paths, labels))
-    if train:  # the same order on all ranks, a new one in every epoch
-        data = data.shuffle(len(paths), seed=args.seed, reshuffle_each_iteration=True)
     # Horovod: every rank takes its share.
-    data = data.shard(hvd.size(), hvd.rank()).map(load, num_parallel_calls=tf.data.AUTOTUNE)
-    return data.batch(args.batch_size, drop_remainder=train).prefetch(2)
+    data = order.shard(hvd.size(), hvd.rank()).map(load, num_parallel_calls=tf.data.AUTOTUNE)
+    return data.batch(args.batch_size, drop_remainder=train)
 
 
-def make_synthetic(args: argparse.Namespace, n_batches: int) -> Any:
-    """Random images and labels."""
+def make_synthetic(args: argparse.Namespace) -> tf.data.Dataset:
+    """One batch of random images and labels, again and again."""
     image = tf.random.normal((args.batch_size, args.image_size, args.image_size, 3))
     label = tf.random.uniform((args.batch_size,), maxval=1000, dtype=tf.int64)
-    return tf.data.Dataset.from_tensors((image, label)).repeat(n_batches)
+    return tf.data.Dataset.from_tensors((image, label)).repeat()
 
 
 def main() -> None:
@@ -106,21 +101,17 @@ def main() -> None:
     hvd.init()
     training.pin_device(args)
     if args.synthetic:
-        n_classes, n_batches = 1000, 64
-        train, val = make_synthetic(args, n_batches), make_synthetic(args, 8)
+        n_classes, n_batches, val = 1000, 64, make_synthetic(args).take(8)
     else:
-        classes = common.check_image_folder(args.train_dir, "--train-dir")
-        common.check_same_classes(classes, common.check_image_folder(args.val_dir, "--val-dir"))
-        paths, labels = files_of(args.train_dir, classes)
-        n_classes, n_batches = len(classes), len(paths) // hvd.size() // args.batch_size
-        if n_batches == 0:
-            common.fail(
-                f"{len(paths)} images make no batch of {args.batch_size} on each of {hvd.size()} ranks; "
-                f"use a smaller --batch-size"
-            )
-        # Ranks may differ by one image; all take the same number of batches.
-        train = make_dataset(paths, labels, args, train=True).take(n_batches)
-        val = make_dataset(*files_of(args.val_dir, classes), args, train=False)
+        with common.checks(hvd):
+            classes = common.check_image_folder(args.train_dir, "--train-dir")
+            common.check_same_classes(classes, common.check_image_folder(args.val_dir, "--val-dir"))
+            paths, labels = files_of(args.train_dir, classes)
+            # Ranks may differ by one image; all take the same number of batches.
+            n_classes, n_batches = len(classes), len(paths) // hvd.size() // args.batch_size
+            common.check_batches(n_batches, len(paths), args.batch_size, hvd.size())
+        val_paths, val_labels = files_of(args.val_dir, classes)
+        val = make_dataset(tf.data.Dataset.range(len(val_paths)), val_paths, val_labels, args, train=False)
     if args.max_steps:
         val = val.take(args.max_steps)
     backbone = getattr(keras.applications, args.model)(
@@ -139,12 +130,17 @@ def main() -> None:
     # Horovod: start all ranks alike. Without checkpoints, aps.BroadcastGlobalVariablesCallback(0) does it.
     checkpoints = training.Checkpoints(args, model, optimizer, compression)
     step = checkpoints.restore()
-    progress = training.Progress(args, n_batches, "step", step, checkpoints)
+    progress = training.Progress(args, n_batches, "step", checkpoints, val)
+    first_epoch = step // n_batches
+
+    def batches(order: tf.data.Dataset) -> tf.data.Dataset:
+        return make_dataset(order, paths, labels, args, train=True).take(n_batches)
+
     model.fit(
-        train,
+        make_synthetic(args) if args.synthetic else training.epochs(len(paths), args.seed, first_epoch, batches),
+        steps_per_epoch=n_batches,
         epochs=progress.n_epochs,
-        initial_epoch=step // n_batches,
-        validation_data=val,
+        initial_epoch=first_epoch,
         callbacks=[aps.MetricAverageCallback(), progress],
         verbose=0,
     )

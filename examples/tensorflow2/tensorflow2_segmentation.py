@@ -3,7 +3,8 @@
     horovodrun -np 2 python examples/tensorflow2/tensorflow2_segmentation.py --data-dir camvid --layout folder \\
         --crop 176 240 --aps-allreduce --aps-exp-bits 4 --aps-man-bits 3
 
-Reads Cityscapes, VOC, or folders of images and label maps.
+Reads Cityscapes, VOC, or folders of images and label maps. Needs training.py beside it, and common.py and
+segmentation_data.py one folder up.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,23 +41,24 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--backbone", choices=BACKBONES, default="ResNet50", help="from keras.applications")
     common.add_training_flags(parser, epochs=60, batch_size=4, base_lr=0.01, warmup_epochs=1)
     common.add_compression_flags(parser)
-    args = common.parse(parser)
-    if min(args.crop) < 32:
-        parser.error(f"--crop must be at least 32 32 for these backbones, got {args.crop[0]} {args.crop[1]}")
-    return args
+    return common.parse(parser)
 
 
 def make_model(args: argparse.Namespace, n_classes: int) -> Any:
-    """A backbone without its classifier, a 3x3 head, and bilinear upsampling to the image's size."""
+    """A backbone without its classifier and a 3x3 head, for images of any size."""
     backbone = getattr(keras.applications, args.backbone)(
-        include_top=False, weights=None, input_shape=(*args.crop, 3)
+        include_top=False, weights=None, input_shape=(None, None, 3)
     )
     x = keras.layers.Conv2D(256, 3, padding="same", use_bias=False)(backbone.output)
     x = keras.layers.Activation("relu")(keras.layers.BatchNormalization()(x))
     x = keras.layers.Dropout(0.1)(x)
     x = keras.layers.Conv2D(n_classes, 1)(x)
-    x = keras.layers.Resizing(*args.crop, interpolation="bilinear")(x)
     return keras.Model(backbone.input, keras.layers.Activation("linear", dtype="float32")(x))
+
+
+def pixel_logits(model: Any, images: tf.Tensor, training: bool) -> tf.Tensor:
+    """The model's output, resized to that of the images."""
+    return tf.image.resize(model(images, training=training), tf.shape(images)[1:3])
 
 
 def pixel_loss(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
@@ -66,21 +69,20 @@ def pixel_loss(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(losses * weights) / tf.maximum(tf.reduce_sum(weights), 1)
 
 
-def batch_of(data: segmentation_data.SegmentationData, indices: np.ndarray) -> tuple[tf.Tensor, tf.Tensor]:
+def batch_of(data: segmentation_data.SegmentationData, indices: Iterable[int]) -> tuple[tf.Tensor, tf.Tensor]:
     """Samples stacked into tensors."""
     images, labels = zip(*(data[int(i)] for i in indices), strict=True)
     return tf.constant(np.stack(images)), tf.constant(np.stack(labels))
 
 
-def evaluate(model: Any, data: segmentation_data.SegmentationData, args: argparse.Namespace) -> float:
-    """Mean IoU over the validation data of all ranks."""
+def evaluate(
+    predict: Callable[[tf.Tensor], tf.Tensor], data: segmentation_data.SegmentationData, args: argparse.Namespace
+) -> float:
+    """Mean IoU over all pixels of the validation images of all ranks."""
     matrix = np.zeros((data.n_classes, data.n_classes), np.int64)
-    mine = np.arange(hvd.rank(), len(data), hvd.size())
-    batches = [mine[i : i + args.batch_size] for i in range(0, len(mine), args.batch_size)]
-    for indices in batches[: args.max_steps]:
-        images, labels = batch_of(data, indices)
-        predictions = tf.argmax(model(images, training=False), -1).numpy()
-        matrix += segmentation_data.confusion(labels.numpy(), predictions, data.n_classes)
+    for i in range(hvd.rank(), len(data), hvd.size())[: args.max_steps]:
+        images, labels = batch_of(data, [i])  # whole images, of any size
+        matrix += segmentation_data.confusion(labels.numpy(), predict(images).numpy(), data.n_classes)
     # Horovod: counts add up over the ranks; means of each rank's mean IoU would be something else.
     return segmentation_data.mean_iou(training.sum_over_ranks(matrix, "confusion"))
 
@@ -90,14 +92,11 @@ def main() -> None:
     # Horovod: initialize library.
     hvd.init()
     training.pin_device(args)
-    train_data = segmentation_data.SegmentationData(args, "train")
-    val_data = segmentation_data.SegmentationData(args, "val")
-    n_batches = len(train_data) // (args.batch_size * hvd.size())
-    if n_batches == 0:
-        common.fail(
-            f"{len(train_data)} images make no batch of {args.batch_size} on each of {hvd.size()} ranks; "
-            f"use a smaller --batch-size"
-        )
+    with common.checks(hvd):
+        train_data = segmentation_data.SegmentationData(args, "train")
+        val_data = segmentation_data.SegmentationData(args, "val")
+        n_batches = len(train_data) // (args.batch_size * hvd.size())
+        common.check_batches(n_batches, len(train_data), args.batch_size, hvd.size())
     model = make_model(args, train_data.n_classes)
     optimizer = training.with_loss_scale(keras.optimizers.SGD(args.base_lr, momentum=0.9))
     rate = tf.Variable(args.base_lr)
@@ -106,7 +105,7 @@ def main() -> None:
     @tf.function
     def train_step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
-            loss = pixel_loss(labels, model(images, training=True))
+            loss = pixel_loss(labels, pixel_logits(model, images, training=True))
             scaled = optimizer.scale_loss(loss)
         # Horovod: wrap the tape; this is where the gradients' format is chosen. One group shares its messages.
         tape = hvd.DistributedGradientTape(tape, compression=compression, groups=1)
@@ -114,6 +113,10 @@ def main() -> None:
         optimizer.learning_rate.assign(rate)
         optimizer.apply(gradients, model.trainable_variables)
         return loss
+
+    @tf.function(input_signature=[tf.TensorSpec((None, None, None, 3))])
+    def predict(images: tf.Tensor) -> tf.Tensor:
+        return tf.argmax(pixel_logits(model, images, training=False), -1)
 
     checkpoints = training.Checkpoints(args, model, optimizer, compression)
     step = checkpoints.restore()
@@ -135,7 +138,7 @@ def main() -> None:
                 if step >= last_step:
                     break
         loss = float(training.sum_over_ranks(np.float64(np.mean(losses)), "loss")) / hvd.size()
-        iou = evaluate(model, val_data, args)
+        iou = evaluate(predict, val_data, args)
         log.add(step, train_loss=loss, train_rate=float(rate), val_iou=iou)
         checkpoints.save(step)
         if hvd.rank() == 0:

@@ -6,7 +6,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import common
@@ -58,13 +59,14 @@ class Checkpoints:
         self.step = tf.Variable(0, dtype=tf.int64)
         self.variables = [*variables_of(model, optimizer), self.step]
         self.state = tf.train.Checkpoint(model=model, optimizer=optimizer, step=self.step)
-        self.resume = args.resume
+        self.args = args
 
     def restore(self) -> int:
         """Load rank 0's checkpoint, if asked for and there; returns the steps already done."""
-        if self.resume and hvd.rank() == 0 and self.path and tf.io.gfile.exists(f"{self.path}.index"):
-            self.state.read(self.path).expect_partial()
-            print(f"Resuming from {self.path} at step {int(self.step)}", flush=True)
+        with common.checks(hvd):
+            common.check_checkpoint(self.args.checkpoint)
+            if hvd.rank() == 0:
+                common.resume(self.args, Path(f"{self.path}.index").exists(), self._load)
         # Horovod: broadcast all variables from rank 0, the progress among them.
         hvd.broadcast_variables(self.variables, root_rank=0)
         if self.compressor and self.step > 0 and os.path.exists(self._own_path):
@@ -75,13 +77,16 @@ class Checkpoints:
                     self.compressor.load_state_dict({**state, "residuals": residuals})
         return int(self.step)
 
+    def _load(self) -> int:
+        self.state.read(self.path).assert_existing_objects_matched()
+        return int(self.step)
+
     def save(self, step: int) -> None:
         """Write what all ranks have in common, and this rank's residuals."""
         self.step.assign(step)
         if self.path and hvd.rank() == 0:
             self.state.write(self.path)
         if self.path and self.compressor:
-            os.makedirs(os.path.dirname(self._own_path) or ".", exist_ok=True)
             state = self.compressor.state_dict()
             residuals = {f"r:{name}": values for name, values in state.pop("residuals").items()}
             unfinished = f"{self._own_path}.unfinished"
@@ -112,15 +117,15 @@ class Log:
 
 
 class Progress(keras.callbacks.Callback):
-    """For `model.fit`: learning rate, progress bar, --max-steps, and at the end of an epoch log and checkpoint."""
+    """For `model.fit`: learning rate, progress bar, --max-steps, and after an epoch evaluation, log and checkpoint."""
 
     def __init__(
-        self, args: argparse.Namespace, n_batches: int, decay: str, step: int, checkpoints: Checkpoints
+        self, args: argparse.Namespace, n_batches: int, decay: str, checkpoints: Checkpoints, val: tf.data.Dataset
     ) -> None:
         super().__init__()
-        self.args, self.n_batches, self.decay, self.step = args, n_batches, decay, step
+        self.args, self.n_batches, self.decay, self.step = args, n_batches, decay, int(checkpoints.step)
         self.last_step = min(args.epochs * n_batches, args.max_steps or sys.maxsize)
-        self.checkpoints, self.log = checkpoints, Log(args.log_dir)
+        self.checkpoints, self.val, self.log = checkpoints, val, Log(args.log_dir)
 
     @property
     def n_epochs(self) -> int:
@@ -147,20 +152,48 @@ class Progress(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Log, save and print on rank 0; `logs` holds means over ranks, if MetricAverageCallback comes first."""
         self.bar.close()
+        val_loss, accuracy = evaluate(self.model, self.val)
         self.log.add(
             self.step,
             train_loss=logs["loss"],
             train_rate=float(self.model.optimizer.learning_rate),
-            val_loss=logs["val_loss"],
-            val_accuracy=logs["val_accuracy"],
+            val_loss=val_loss,
+            val_accuracy=accuracy,
         )
         self.checkpoints.save(self.step)
         if hvd.rank() == 0:
             print(
                 f"epoch {epoch + 1}: step {self.step}, train loss {logs['loss']:.3f}, "
-                f"val loss {logs['val_loss']:.3f}, top-1 {logs['val_accuracy']:.2%}",
+                f"val loss {val_loss:.3f}, top-1 {accuracy:.2%}",
                 flush=True,
             )
+
+
+def evaluate(model: Any, batches: tf.data.Dataset) -> tuple[float, float]:
+    """Loss and top-1 accuracy over the samples of all ranks; a rank may hold fewer than others, or none."""
+    sums = np.zeros(3)
+    for images, labels in batches:
+        logits = model.predict_on_batch(images)
+        losses = keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
+        sums += [np.sum(losses), np.sum(logits.argmax(1) == labels), len(labels)]
+    # Horovod: sums add up over the ranks; means of each rank's mean would be something else.
+    loss, hits, n_samples = sum_over_ranks(sums, "evaluate")
+    return loss / max(n_samples, 1), hits / max(n_samples, 1)
+
+
+def epochs(
+    n_samples: int, seed: int, first_epoch: int, make_batches: Callable[[tf.data.Dataset], tf.data.Dataset]
+) -> tf.data.Dataset:
+    """The batches of one epoch after the other, made of shuffled indices.
+
+    An epoch's order depends on nothing else: it is the same on all ranks, and the same after --resume.
+    """
+
+    def one(epoch: tf.Tensor) -> tf.data.Dataset:
+        order = tf.random.experimental.stateless_shuffle(tf.range(n_samples), (seed, epoch))
+        return make_batches(tf.data.Dataset.from_tensor_slices(order))
+
+    return tf.data.Dataset.range(first_epoch, tf.int64.max).flat_map(one).prefetch(2)
 
 
 def sum_over_ranks(values: np.ndarray, name: str) -> np.ndarray:
