@@ -27,7 +27,8 @@ def record(hvd: Any, state: Any, total: float, weights: bytes, compressor: Any) 
     exchanges = sorted({(key[1], key[2]) for key in compressor._exchanges})
     line = {"step": state.step, "size": hvd.size(), "rank": hvd.rank(), "host": HOST, "total": total,
             "checksum": zlib.crc32(weights), "exchanges": exchanges,
-            "residuals": len(compressor.state_dict()["residuals"]), "time": time.time()}
+            "residuals": len(compressor.state_dict()["residuals"]), "bytes": compressor.stats()["bytes_sent"],
+            "pid": os.getpid(), "time": time.time()}
     with open(FOLDER / f"{HOST}.{os.getpid()}.jsonl", "a") as log:
         log.write(json.dumps(line) + "\n")
 
@@ -85,44 +86,39 @@ def main_torch() -> None:
 
 
 def main_tensorflow() -> None:
-    """TensorFlow: DistributedGradientTape on two variables.
-
-    Their values travel in an ObjectState: Horovod's TensorFlowState broadcasts in its constructor when eager, which
-    a worker that joins later does alone, for ever.
-    """
+    """TensorFlow: DistributedGradientTape on a tf-keras model, whose optimizer Horovod's TensorFlowKerasState knows."""
+    os.environ["TF_USE_LEGACY_KERAS"] = "1"
     import horovod.tensorflow as hvd
     import tensorflow as tf
-    from horovod.common.elastic import ObjectState
 
     from horovod_aps.tensorflow import APSCompressor
 
     hvd.init()
-    weights = [tf.Variable(tf.zeros((20, 50)), name="w"), tf.Variable(tf.ones((50, 1)), name="v")]
+    tf.keras.utils.set_random_seed(1)
+    model = tf.keras.Sequential([tf.keras.layers.Dense(50, activation="tanh", use_bias=False, input_shape=(20,)),
+                                 tf.keras.layers.Dense(1, use_bias=False)])
+    optimizer = tf.keras.optimizers.SGD(0.05, momentum=0.9)
+    optimizer.build(model.trainable_variables)
     compressor = APSCompressor(4, 3, error_feedback=True)
 
     @hvd.elastic.run
     def train(state: Any) -> None:
-        for weight, value in zip(weights, state.values, strict=True):
-            weight.assign(value)
         while not finished(hvd, state):
             x = tf.random.stateless_normal((16, 20), [state.step, hvd.rank()])
             with tf.GradientTape() as inner:
-                y = tf.tanh(tf.matmul(x, weights[0])) @ weights[1]
-                loss = tf.reduce_mean((y - tf.reduce_sum(x, 1, keepdims=True)) ** 2)
+                loss = tf.reduce_mean((model(x) - tf.reduce_sum(x, 1, keepdims=True)) ** 2)
             tape = hvd.DistributedGradientTape(inner, compression=compressor)
             events(hvd, state)
-            for weight, gradient in zip(weights, tape.gradient(loss, weights), strict=True):
-                weight.assign_sub(0.05 * gradient)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables))
             total = hvd.allreduce(tf.ones(1000), op=hvd.Sum, name="total", compression=compressor)
             state.step += 1
-            state.values = [weight.numpy() for weight in weights]
-            raw = b"".join(value.tobytes() for value in state.values)
+            raw = b"".join(weight.numpy().tobytes() for weight in model.weights + list(optimizer.variables))
             record(hvd, state, float(tf.reduce_mean(total)), raw, compressor)
             time.sleep(0.05)
             state.commit()
 
-    train(ObjectState(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, step=0, after=0,
-                      values=[weight.numpy() for weight in weights]))
+    train(hvd.elastic.TensorFlowKerasState(model, optimizer, step=0, after=0))
 
 
 if __name__ == "__main__":

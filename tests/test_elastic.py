@@ -35,7 +35,7 @@ def start(framework: str, folder: Path, hosts: dict[str, int], plan: dict, n_wor
     n = str(n_workers)
     command = [str(HOROVODRUN), "-np", n, "--min-np", "1", "--max-np", n, "--host-discovery-script", str(script),
                sys.executable, str(ROOT / "tests" / "elastic_worker.py"), framework, str(folder)]
-    code, output = run(command, LIMIT, {"HOROVOD_GLOO_TIMEOUT_SECONDS": "20"})
+    code, output = run(command, LIMIT, {"HOROVOD_GLOO_TIMEOUT_SECONDS": "60"})
     rows = rows_of(folder)
     story = f"{framework}: exit code {code}\n{output[-6000:]}\n" + "\n".join(map(str, rows[-12:]))
     assert code == 0, story
@@ -46,6 +46,9 @@ def start(framework: str, folder: Path, hosts: dict[str, int], plan: dict, n_wor
         # nothing of an old world is kept, but the residuals of all layers (parameters and the sum) are
         assert [tuple(key) for key in row["exchanges"]] == [(row["size"], row["rank"])], story
         assert row["residuals"] == (5 if framework == "torch" else 3), story
+    for pid in {row["pid"] for row in rows}:  # a worker that goes on keeps its statistics
+        sent = [row["bytes"] for row in rows if row["pid"] == pid]
+        assert sent[0] > 0 and sent == sorted(set(sent)), story
     for (step, size), world in worlds.items():
         assert len({row["checksum"] for row in world}) == 1, f"replicas differ at step {step} of {size}\n{story}"
     steps = [row["step"] for row in rows if row["rank"] == 0]

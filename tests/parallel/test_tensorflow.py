@@ -7,6 +7,8 @@ that needed a second one would hang.
 
 from __future__ import annotations
 
+import pickle
+
 import horovod.tensorflow as hvd
 import numpy as np
 import pytest
@@ -339,6 +341,40 @@ def test_carrier_transport(graph):
     compressor = APSCompressor(4, 3, transport="allreduce")
     result = run(lambda: hvd.allreduce(x, compression=compressor, op=hvd.Sum), graph)
     assert result.numpy().tolist() == [n * sum(range(1, hvd.size() + 1)) for n in (0, 1, 2, 3, -4)]
+
+
+@MODES
+@pytest.mark.parametrize("groups", [None, 1])
+def test_resumed_run_equals_uninterrupted_run(groups, graph):
+    """The compressor's state through a pickle. Oracle: the run that went on; without the state the runs part."""
+    grads = [make_gradients((300, 40), hvd.size(), seed=step)[hvd.rank()] for step in range(6)]
+
+    def start(state=None):
+        compressor = APSCompressor(3, 0, error_feedback=True, rounding="stochastic", seed=5, warmup_steps=2)
+        if state is not None:
+            compressor.load_state_dict(pickle.loads(state))
+        variables = [tf.Variable(tf.zeros(x.shape)) for x in grads[0].values()]
+
+        def gradients(*arrays):
+            with tf.GradientTape() as tape:
+                loss = sum(tf.reduce_sum(variable * x) for variable, x in zip(variables, arrays))
+            tape = hvd.DistributedGradientTape(tape, compression=compressor, groups=groups)
+            return tape.gradient(loss, variables)
+
+        return compressor, tf.function(gradients) if graph else gradients
+
+    def run_steps(gradients, steps):
+        return [x.numpy() for step in steps for x in gradients(*map(tf.constant, grads[step].values()))]
+
+    compressor, gradients = start()
+    run_steps(gradients, range(4))
+    state = pickle.dumps(compressor.state_dict())
+    wanted = run_steps(gradients, range(4, 6))
+    resumed = run_steps(start(state)[1], range(4, 6))
+    for x, y in zip(resumed, wanted):
+        assert_same_bits(x, y)
+    forgetful = run_steps(start()[1], range(4, 6))
+    assert any((x != y).any() for x, y in zip(forgetful, wanted))
 
 
 @pytest.mark.parametrize("groups", [None, 1, 2])
