@@ -60,7 +60,8 @@ APS_FN float aps_sim_cast(float x, CastFormat f) {
   return aps_float(out | sign);
 }
 
-// One multiply-add of the GEMM, every operation rounded to the format; `rest` is Kahan's correction.
+// One multiply-add of the GEMM, every operation rounded to the format; `rest` is Kahan's correction. One that is not
+// finite is dropped: with it the accumulator would go from Inf to NaN.
 APS_FN void aps_sim_fma(float a, float b, CastFormat f, float* acc) {
   *acc = aps_sim_cast(*acc + aps_sim_cast(a * b, f), f);
 }
@@ -68,7 +69,8 @@ APS_FN void aps_sim_fma(float a, float b, CastFormat f, float* acc) {
 APS_FN void aps_sim_fma_kahan(float a, float b, CastFormat f, float* acc, float* rest) {
   const float y = aps_sim_cast(aps_sim_cast(a * b, f) - *rest, f);
   const float t = aps_sim_cast(*acc + y, f);
-  *rest = aps_sim_cast(aps_sim_cast(t - *acc, f) - y, f);
+  const float lost = aps_sim_cast(aps_sim_cast(t - *acc, f) - y, f);
+  *rest = (aps_bits(lost) & 0x7F800000u) == 0x7F800000u ? 0.0f : lost;
   *acc = t;
 }
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 from typing import Any
 
+import numpy as np
 import torch
 
 from horovod_aps import kernels
@@ -52,31 +54,43 @@ def _launch(name: str, tensor: torch.Tensor, grid: tuple[int, int], block: tuple
         _cuda_kernel(name, device)(grid, block, args)
 
 
-def check_format(where: str, e: int, m: int) -> None:
-    """Raise unless (e, m) fits into float32."""
-    for name, value, low, high in (("e", e, 1, 8), ("m", m, 0, 23)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{where}: {name} must be an int, got {type(value).__name__}")
-        if not low <= value <= high:
-            raise ValueError(f"{where}: {name} must be in {low}..{high}, got {value}")
+def check_int(where: str, name: str, value: Any, low: int, high: int) -> int:
+    """The value as an int; raise unless it is one, of Python or NumPy, in low..high."""
+    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
+        raise TypeError(f"{where}: {name} must be an int, got {type(value).__name__}")
+    value = operator.index(value)
+    if not low <= value <= high:
+        raise ValueError(f"{where}: {name} must be in {low}..{high}, got {value}")
+    return value
+
+
+def check_format(where: str, e: Any, m: Any) -> tuple[int, int]:
+    """(e, m) as ints; raise unless it fits into float32."""
+    return check_int(where, "e", e, 1, 8), check_int(where, "m", m, 0, 23)
+
+
+def on_cuda(where: str, name: str, tensor: torch.Tensor) -> bool:
+    """Whether the CUDA kernels are to run; raise unless the tensor is where kernels can reach it."""
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise TypeError(f"{where}: {name} must be on a CPU or a CUDA device, got {tensor.device}")
+    return tensor.is_cuda
 
 
 def quantize(x: torch.Tensor, e: int, m: int) -> torch.Tensor:
     """Cast a float32 tensor to (e, m) values, into a new contiguous tensor."""
+    is_cuda = on_cuda("float_quantize", "x", x)
     x = x.detach().contiguous()
     out = torch.empty_like(x)
     if x.numel() == 0:
         return out
-    if x.is_cuda:
-        import numpy as np
-
+    if is_cuda:
         blocks = min(65535, -(-x.numel() // 256))
         _launch(
             "simulate_quantize_kernel",
             x,
             (blocks, 1),
             (256, 1),
-            (x.data_ptr(), out.data_ptr(), np.int64(x.numel()), np.int32(e), np.int32(m)),
+            (np.uint64(x.data_ptr()), np.uint64(out.data_ptr()), np.int64(x.numel()), np.int32(e), np.int32(m)),
         )
     else:
         _cpu_library().aps_simulate_quantize(x.data_ptr(), out.data_ptr(), x.numel(), e, m)
@@ -87,12 +101,11 @@ def gemm(a: torch.Tensor, b: torch.Tensor, e: int, m: int, kahan: bool) -> torch
     """`a @ b` of contiguous float32 matrices with the accumulator in (e, m)."""
     n_rows, depth = a.shape
     n_cols = b.shape[1]
+    is_cuda = on_cuda("quant_gemm", "a", a)
     c = torch.zeros(n_rows, n_cols, dtype=torch.float32, device=a.device)
     if c.numel() == 0 or depth == 0:
         return c
-    if a.is_cuda:
-        import numpy as np
-
+    if is_cuda:
         grid = (-(-n_rows // TILE), -(-n_cols // TILE))
         _launch(
             "simulate_gemm_kernel",
@@ -100,9 +113,9 @@ def gemm(a: torch.Tensor, b: torch.Tensor, e: int, m: int, kahan: bool) -> torch
             grid,
             (TILE, TILE),
             (
-                a.data_ptr(),
-                b.data_ptr(),
-                c.data_ptr(),
+                np.uint64(a.data_ptr()),
+                np.uint64(b.data_ptr()),
+                np.uint64(c.data_ptr()),
                 np.int64(n_rows),
                 np.int64(n_cols),
                 np.int64(depth),

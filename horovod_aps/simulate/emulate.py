@@ -7,37 +7,49 @@ job, bit for bit.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from horovod_aps.exchange import Exchange, Layer, local_allreduce
 from horovod_aps.options import Options
+from horovod_aps.simulate import _native
 
 DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 MAX_RANKS = 256
 
 
 def _as_options(value: Options | Mapping[str, Any]) -> Options:
-    if isinstance(value, Options):
-        return value
     if isinstance(value, Mapping):
-        return Options(**value)
-    raise TypeError(
-        "EmulatedOptimizer: compressor_options must be a dict of APSCompressor's arguments, got "
-        f"{type(value).__name__}"
-    )
+        value = Options(**value)
+    if not isinstance(value, Options):
+        raise TypeError(
+            "EmulatedOptimizer: compressor_options must be a dict of APSCompressor's arguments, got "
+            f"{type(value).__name__}"
+        )
+    if value.transport != "packed":
+        raise ValueError(
+            f"EmulatedOptimizer: transport must be 'packed', the only one it emulates, got {value.transport!r}"
+        )
+    return value
 
 
 def _kernels(device: torch.device) -> Any:
     if device.type == "cuda":
         from horovod_aps.cuda_kernels import CudaKernels
 
-        return CudaKernels()
+        return CudaKernels(stream=lambda: torch.cuda.current_stream(device).cuda_stream)
     from horovod_aps.kernels import CpuKernels
 
     return CpuKernels()
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Make `device` the current one while kernels are launched."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class EmulatedOptimizer:
@@ -56,7 +68,8 @@ class EmulatedOptimizer:
     `compressor_options` are the arguments of `APSCompressor`; overrides match the names in `named_parameters`
     (by default Horovod's, "allreduce.noname.<group>.<i>"). As in Horovod a parameter without gradient counts
     as zero. Everything else (`param_groups`, `state_dict`, ...) is the wrapped optimizer's; give a scheduler
-    `.optimizer`. There is one model, so batch-norm's running statistics see all ranks' batches.
+    `.optimizer`. There is one model, so batch-norm's running statistics see all ranks' batches. Parameters that
+    join the optimizer or are unfrozen later need a new EmulatedOptimizer.
     """
 
     def __init__(
@@ -66,14 +79,13 @@ class EmulatedOptimizer:
         compressor_options: Options | Mapping[str, Any],
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
     ) -> None:
-        if isinstance(n_ranks, bool) or not isinstance(n_ranks, int):
-            raise TypeError(f"EmulatedOptimizer: n_ranks must be an int, got {type(n_ranks).__name__}")
-        if not 1 <= n_ranks <= MAX_RANKS:
-            raise ValueError(f"EmulatedOptimizer: n_ranks must be in 1..{MAX_RANKS}, got {n_ranks}")
-        self.optimizer, self.n_ranks, self.options = optimizer, n_ranks, _as_options(compressor_options)
+        self.n_ranks = _native.check_int("EmulatedOptimizer", "n_ranks", n_ranks, 1, MAX_RANKS)
+        self.optimizer, self.options = optimizer, _as_options(compressor_options)
         self._parameters = {
             name: parameter for name, parameter in self._name(named_parameters) if parameter.requires_grad
         }
+        if not self._parameters:
+            raise ValueError("EmulatedOptimizer: optimizer must have a parameter that requires a gradient, got none")
         for name, parameter in self._parameters.items():
             if parameter.dtype not in DTYPE_CODES:
                 raise TypeError(
@@ -115,7 +127,12 @@ class EmulatedOptimizer:
         return record
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["optimizer"], name)
+        if name == "optimizer":  # not there yet: the object is being made without __init__
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EmulatedOptimizer:
+        raise TypeError("EmulatedOptimizer: cannot be copied; wrap a copy of the optimizer in a new one")
 
     @property
     def exchanges(self) -> list[Exchange]:
@@ -131,10 +148,25 @@ class EmulatedOptimizer:
         for hook in self._hooks:  # rank 0's first backward has settled the order
             hook.remove()
         self._hooks = []
+        known = {id(parameter) for parameter in self._parameters.values()}
+        for group in self.optimizer.param_groups:
+            if any(parameter.requires_grad and id(parameter) not in known for parameter in group["params"]):
+                raise ValueError(
+                    f"EmulatedOptimizer: all {len(known)} trainable parameters must be there from the start, got "
+                    "more that were added or unfrozen since; make a new EmulatedOptimizer"
+                )
         grads = {}
         for name, parameter in self._parameters.items():
             grad = parameter.grad
-            grads[name] = torch.zeros_like(parameter) if grad is None else grad.detach().contiguous()
+            if grad is not None and grad.layout != torch.strided:
+                raise TypeError(f"EmulatedOptimizer: gradient of {name!r} must be dense, got {grad.layout}")
+            # Results are written as if contiguous, whatever the parameter's own strides are.
+            grads[name] = (
+                torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+                if grad is None
+                else grad.detach().contiguous()
+            )
+        for parameter in self._parameters.values():
             parameter.grad = None
         self._collected.append(grads)
 
@@ -149,10 +181,19 @@ class EmulatedOptimizer:
         names = [*self._order, *(name for name in self._parameters if name not in self._order)]
         if self.n_ranks > 1:
             layers = [[self._layer(name, grads[name]) for name in names] for grads in collected]
-            kernels = _kernels(next(iter(self._parameters.values())).device)
-            self._exchanges = local_allreduce(layers, self.options, kernels, self._exchanges)
+            device = self._device()
+            with _on(device):
+                self._exchanges = local_allreduce(layers, self.options, _kernels(device), self._exchanges)
         for name, parameter in self._parameters.items():
             parameter.grad = collected[0][name]
+
+    def _device(self) -> torch.device:
+        """Where the kernels are to run."""
+        devices = {parameter.device for parameter in self._parameters.values()}
+        if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+            names = ", ".join(sorted(map(str, devices)))
+            raise TypeError(f"EmulatedOptimizer: parameters must be on one CPU or CUDA device, got {names}")
+        return devices.pop()
 
     def _layer(self, name: str, grad: torch.Tensor) -> Layer:
         """Reduced in place: the collected gradients are the emulator's own."""
@@ -171,16 +212,29 @@ class EmulatedOptimizer:
 
         With `loss`, a function of the rank, first run and collect all backward passes; returns the mean loss.
         """
-        mean = None
-        if loss is not None:
-            losses = []
-            self.optimizer.zero_grad()
+        mean = None if loss is None else self._run(loss)
+        self.reduce()
+        self.optimizer.step()
+        return mean
+
+    def _run(self, loss: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        """The backward passes of all ranks; if one fails, none has been collected."""
+        try:
+            inspect.signature(loss).bind(0)
+        except ValueError:  # a builtin does not tell
+            pass
+        except TypeError as error:
+            raise TypeError(f"EmulatedOptimizer: loss must be a function of the rank, got {loss!r}: {error}") from None
+        losses = []
+        self.optimizer.zero_grad()
+        try:
             for rank in range(self.n_ranks):
                 value = loss(rank)
                 value.backward()
                 self.collect()
                 losses.append(value.detach())
-            mean = torch.stack(losses).mean()
-        self.reduce()
-        self.optimizer.step()
-        return mean
+        except BaseException:
+            self._collected = []
+            self.optimizer.zero_grad()
+            raise
+        return torch.stack(losses).mean()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch.autograd.function import once_differentiable
 
 from horovod_aps.simulate import _native
 
@@ -15,10 +16,11 @@ def quant_gemm(a: torch.Tensor, b: torch.Tensor, e: int, m: int, kahan: bool = T
 
     Per multiply-add p = q(a*b); then acc = q(acc + p), or with `kahan` y = q(p - c), t = q(acc + y),
     c = q(q(t - acc) - y), acc = t. The operands are not rounded (use `float_quantize`); each product and sum
-    is formed in float32 and then rounded, as in CPD. float32 matrices (M, K) and (K, N) on one device; no
-    autograd.
+    is formed in float32 and then rounded, as in CPD. A correction that is not finite is dropped, so that an
+    overflow stays Inf with `kahan`, too (CPD goes on to NaN). float32 matrices (M, K) and (K, N) on one device;
+    no autograd.
     """
-    _native.check_format("quant_gemm", e, m)
+    e, m = _native.check_format("quant_gemm", e, m)
     for name, matrix in (("a", a), ("b", b)):
         if not isinstance(matrix, torch.Tensor) or matrix.dtype != torch.float32:
             raise TypeError(
@@ -50,6 +52,7 @@ class _QuantMatmul(torch.autograd.Function):
         return quant_gemm(x, weight.t(), *options)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x, weight = ctx.saved_tensors
         grad_x = quant_gemm(grad, weight, *ctx.options) if ctx.needs_input_grad[0] else None
@@ -63,9 +66,9 @@ class QuantLinear(torch.nn.Linear):
     def __init__(
         self, in_features: int, out_features: int, e: int, m: int, bias: bool = True, kahan: bool = True
     ) -> None:
-        _native.check_format("QuantLinear", e, m)
+        quant_format = _native.check_format("QuantLinear", e, m)
         super().__init__(in_features, out_features, bias)
-        self.quant_options = (e, m, kahan)
+        self.quant_options = (*quant_format, kahan)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the layer to the last dimension of `x`."""
@@ -91,9 +94,9 @@ class QuantConv2d(torch.nn.Conv2d):
         kahan: bool = True,
         **kwargs: Any,
     ) -> None:
-        _native.check_format("QuantConv2d", e, m)
+        quant_format = _native.check_format("QuantConv2d", e, m)
         super().__init__(in_channels, out_channels, kernel_size, **kwargs)
-        self.quant_options = (e, m, kahan)
+        self.quant_options = (*quant_format, kahan)
         if self.padding_mode != "zeros" or isinstance(self.padding, str):
             raise ValueError(
                 "QuantConv2d: padding must be a number of zeros per side, got "

@@ -1,5 +1,6 @@
 """horovod_aps.simulate against exact rational arithmetic, ml_dtypes, and a NumPy simulation of all ranks."""
 
+import copy
 import math
 from fractions import Fraction
 
@@ -128,23 +129,57 @@ def test_float_quantize_leaves_input_and_shape_alone():
     assert float_quantize(torch.empty(0), 4, 3).shape == (0,)
 
 
-def cpd_cast(x: float, e: int, m: int) -> float:
-    """CPD's cast in the ranges where it is right: truncation to m + 1 significant bits, then nearest even."""
-    mantissa, exponent = math.frexp(x)
-    scaled = mantissa * 2 ** (m + 1)  # exact; Python's round is nearest even
-    return math.ldexp(round(scaled), exponent - m - 1)
+def cpd_cast(bits: int, e: int, m: int) -> tuple[float, bool]:
+    """CPD's cast_precision restated on the float32's bits, defects included; whether it dropped bits unseen."""
+    field, man, sign = bits >> 23 & 0xFF, bits & 0x7FFFFF, -1.0 if bits >> 31 else 1.0
+    if field == 0xFF or (field == 0 and man == 0):
+        return float(np.uint32(bits).view(np.float32)), False
+    if field == 0:
+        return 0.0, False
+    man, bias, dropped = man | 1 << 23, 2 ** (e - 1) - 1, False
+    exponent = field - 127
+    if exponent + bias >= 2**e - 1:
+        return sign * math.inf, False
+    if exponent + bias <= 0:
+        shift = 1 - exponent - bias
+        man, dropped, exponent = man >> shift, man % 2**shift != 0, 1 - bias
+    quantum = 1 << (23 - m)
+    half, rest = quantum // 2, man % quantum
+    man -= rest
+    if rest > half or (rest == half and half and man & quantum):
+        man += quantum
+    return sign * math.ldexp(man, exponent - 23), dropped
 
 
-@pytest.mark.parametrize("e,m", [(5, 2), (4, 3), (3, 4), (5, 10)])
-def test_float_quantize_in_cpds_range(e, m):
-    """Normal results below the top binade, where CPD has no defect."""
-    rng = np.random.default_rng(3)
-    top = 2 ** (e - 1) - 1
-    x = (
-        rng.uniform(1, 2, 1000) * 2.0 ** rng.integers(2 - top, top, 1000) * rng.choice([-1, 1], 1000)
-    ).astype(np.float32)
-    expected = np.array([cpd_cast(float(v), e, m) for v in x], np.float32)
-    np.testing.assert_array_equal(float_quantize(torch.from_numpy(x), e, m).numpy(), expected)
+@pytest.mark.parametrize("e,m", FORMATS)
+def test_float_quantize_equals_cpd_where_cpd_is_right(e, m):
+    """Bit for bit, and where it is not, for one of the reasons that the docstring names."""
+    x = interesting_floats(3)[::3]
+    got = float_quantize(torch.from_numpy(x), e, m).numpy()
+    top = 2.0 ** (2 ** (e - 1) - 1)
+    n_equal = 0
+    for value, ours in zip(x, got, strict=True):
+        theirs, dropped = cpd_cast(int(value.view(np.uint32)), e, m)
+        with np.errstate(over="ignore"):
+            same = np.float32(theirs).tobytes() == ours.tobytes() or (math.isnan(theirs) and np.isnan(ours))
+        if same:
+            n_equal += 1
+        elif abs(value) < 2.0**-126:  # float32's own subnormals
+            assert theirs == 0 and math.copysign(1, theirs) == 1
+        elif np.isinf(ours):
+            assert math.isfinite(theirs) and abs(theirs) == 2 * top
+        else:
+            assert dropped and abs(value) < 2.0 ** (2 - 2 ** (e - 1))
+    assert n_equal > 0.95 * len(x)
+
+
+def test_float_quantize_where_cpd_errs():
+    """By hand, (4, 3): 248 rounds to 256; just above half a quantum of 2^-9; -1e-45."""
+    x = np.float32([248, np.nextafter(np.float32(2**-10), np.float32(1)), -1e-45])
+    theirs = [cpd_cast(int(value.view(np.uint32)), 4, 3)[0] for value in x]
+    assert theirs == [256, 0, 0] and math.copysign(1, theirs[2]) == 1
+    ours = float_quantize(torch.from_numpy(x), 4, 3).tolist()
+    assert ours == [math.inf, 2**-9, 0] and math.copysign(1, ours[2]) == -1
 
 
 @pytest.mark.parametrize(
@@ -159,7 +194,21 @@ def test_float_quantize_in_cpds_range(e, m):
         (lambda: float_quantize(torch.ones(1), 4.0, 3), TypeError, "e must be an int, got float"),
         (lambda: float_quantize([1.0], 4, 3), TypeError, "x must be a torch.Tensor, got list"),
         (lambda: float_quantize(torch.ones(1).double(), 4, 3), TypeError, "x must be float32"),
+        (lambda: float_quantize(torch.ones(1), True, 3), TypeError, "e must be an int, got bool"),
+        (
+            lambda: float_quantize(torch.ones(1, device="meta"), 4, 3),
+            TypeError,
+            "float_quantize: x must be on a CPU or a CUDA device, got meta",
+        ),
+        (
+            lambda: quant_gemm(torch.ones(1, 1, device="meta"), torch.ones(1, 1, device="meta"), 4, 3),
+            TypeError,
+            "quant_gemm: a must be on a CPU or a CUDA device, got meta",
+        ),
         (lambda: quantizer(torch.ones(1), (9, 1)), ValueError, "e must be in 1..8, got 9"),
+        (lambda: Quantizer(4), TypeError, r"Quantizer: forward must be an \(e, m\) pair, got 4"),
+        (lambda: Quantizer((4, 3), (4,)), TypeError, r"Quantizer: backward must be an \(e, m\) pair, got \(4,\)"),
+        (lambda: quantizer(torch.ones(1), "43"), TypeError, r"quantizer: forward must be an \(e, m\) pair"),
         (lambda: quant_gemm(torch.ones(2, 3), torch.ones(2, 3), 4, 3), ValueError, "inner sizes must agree"),
         (
             lambda: quant_gemm(torch.ones(2), torch.ones(2, 3), 4, 3),
@@ -173,6 +222,14 @@ def test_float_quantize_in_cpds_range(e, m):
         ),
         (lambda: sum_gradients([], 4, 3), ValueError, "at least one rank"),
         (
+            lambda: sum_gradients([[np.ones(1)]], 4, 3),
+            TypeError,
+            "sum_gradients: gradients must be floating-point torch tensors or None, got float64 ndarray",
+        ),
+        (lambda: sum_gradients([[torch.ones(1).int()]], 4, 3), TypeError, "got torch.int32 Tensor"),
+        (lambda: sum_gradients([[torch.ones(1)]] * 2, 4, 3, groups=2.0), TypeError, "groups must be an int, got float"),
+        (lambda: sum_gradients([[torch.ones(1)]], 4, 3, groups=True), TypeError, "groups must be an int, got bool"),
+        (
             lambda: sum_gradients([[torch.ones(1)]], 4, 3, groups=2),
             ValueError,
             "groups must be in 1..1, got 2",
@@ -184,6 +241,24 @@ def test_float_quantize_in_cpds_range(e, m):
 def test_errors_name_the_argument(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_numpy_ints_are_ints():
+    e, m, x = np.int64(4), np.uint8(3), torch.randn(4, 4)
+    assert torch.equal(float_quantize(x, e, m), float_quantize(x, 4, 3))
+    assert torch.equal(quantizer(x, (e, m)), quantizer(x, (4, 3)))
+    assert torch.equal(quant_gemm(x, x, e, m), quant_gemm(x, x, 4, 3))
+    ours, plain = (sum_gradients([[x]] * 4, *format, groups=n)[0] for format, n in (((e, m), np.int32(2)), ((4, 3), 2)))
+    assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("layer", [Quantizer((4, 3), (4, 3)), simulate.QuantLinear(2, 2, 4, 3)])
+def test_second_derivatives_are_refused(layer):
+    """They would be silently wrong: rounding happens outside autograd."""
+    x = torch.ones(2, 2, requires_grad=True)
+    (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
 
 
 def test_quantizer_rounds_forward_and_straight_through_backward():
@@ -220,6 +295,7 @@ def numpy_gemm(a: np.ndarray, b: np.ndarray, e: int, m: int, kahan: bool) -> np.
             y = q(product - rest)
             t = q(acc + y)
             rest = q(q(t - acc) - y)
+            rest = rest if np.isfinite(rest) else np.float32(0)
             acc = t
         out[i, j] = acc
     return out
@@ -249,6 +325,20 @@ def test_quant_gemm_kahan_loses_less_than_plain():
     ones = torch.ones(1, 200)
     assert quant_gemm(ones, ones.t(), 8, 3, kahan=False).item() == 16
     assert quant_gemm(ones, ones.t(), 8, 3, kahan=True).item() == pytest.approx(200, rel=0.07)
+
+
+@pytest.mark.parametrize("kahan", [False, True])
+def test_quant_gemm_overflow_is_inf(kahan):
+    """Oracle: IEEE sums; (4, 3) ends at 240. The last column meets an Inf of the other sign."""
+    a = torch.full((1, 40), 10.0)
+    b = torch.ones(40, 3)
+    b[:, 1] = -1
+    b[35:, 2] = -math.inf
+    got = quant_gemm(a, b, 4, 3, kahan=kahan)
+    assert got[0, :2].tolist() == [math.inf, -math.inf] and torch.isnan(got[0, 2])
+    with np.errstate(invalid="ignore"):
+        expected = numpy_gemm(a.numpy(), b.numpy(), 4, 3, kahan)
+    np.testing.assert_array_equal(got.numpy(), expected)
 
 
 def test_quant_gemm_threads_do_not_change_bits():
@@ -372,8 +462,8 @@ def test_sum_gradients_equals_paper(n_ranks, e, m, aps, kahan, groups):
         expected = paper_sum([rank[index] for rank in layers], e, m, aps, kahan, groups)
         np.testing.assert_array_equal(result.numpy(), expected)
     for rank, old in zip(layers, before, strict=True):
-        for layer, copy in zip(rank, old, strict=True):
-            np.testing.assert_array_equal(layer, copy)
+        for layer, kept in zip(rank, old, strict=True):
+            np.testing.assert_array_equal(layer, kept)
 
 
 def test_sum_gradients_zero_none_and_nonfinite():
@@ -385,6 +475,36 @@ def test_sum_gradients_zero_none_and_nonfinite():
     result = sum_gradients([[bad], [one]], 5, 2)[0]
     assert result[0] == 2 and torch.isnan(result[1]) and result[2] == math.inf
     assert sum_gradients([[torch.empty(0)], [torch.empty(0)]], 4, 3)[0].shape == (0,)
+
+
+@pytest.mark.parametrize("kahan", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_sum_gradients_of_inf_is_the_ieee_sum(kahan, groups):
+    """Oracle: NumPy's own sum of small integers and specials, which (5, 4) holds; wherever they come in order."""
+    ranks = np.float32([[1, 2, 3], [math.inf, 2, 1], [1, -math.inf, math.nan], [2, math.inf, 1]])
+    with np.errstate(invalid="ignore"):
+        expected = ranks.sum(0)
+    for order in ([0, 1, 2, 3], [3, 2, 1, 0], [1, 2, 3, 0]):
+        got = sum_gradients([[torch.from_numpy(ranks[rank])] for rank in order], 5, 4, kahan=kahan, groups=groups)[0]
+        np.testing.assert_array_equal(got.numpy(), expected)
+
+
+@pytest.mark.parametrize("exponent", [-1060, -500, 0, 500, 1019])
+def test_sum_gradients_of_float64_has_its_range(exponent):
+    """Oracle: the same sum near one, times a power of two; all values are exact in (4, 3)."""
+    x = torch.tensor([1.0, -0.875, 0.25], dtype=torch.float64)
+    near_one = sum_gradients([[x], [x], [-x], [x]], 4, 3)[0]
+    scaled = torch.from_numpy(np.ldexp(x.numpy(), exponent))
+    got = sum_gradients([[scaled], [scaled], [-scaled], [scaled]], 4, 3)[0]
+    assert got.dtype == torch.float64 and near_one.abs().max() == 2
+    np.testing.assert_array_equal(got.numpy(), np.ldexp(near_one.numpy(), exponent))
+
+
+def test_sum_gradients_without_mantissa_can_outgrow_the_format_in_groups():
+    """As the docstring says; by hand: ties round up, 1+1 = 2, 1+1+1 = 4 twice, and 2+4 = 8, 8+4 = 16 > 8."""
+    ones = [[torch.ones(1)] for _ in range(8)]
+    assert sum_gradients(ones, 3, 0, groups=3)[0].item() == math.inf
+    assert sum_gradients(ones, 3, 0)[0].item() == 4 and sum_gradients(ones, 3, 1, groups=3)[0].item() == 8
 
 
 def test_sum_gradients_groups_and_kahan_reduce_round_off():
@@ -400,18 +520,20 @@ def test_sum_gradients_groups_and_kahan_reduce_round_off():
     assert plain > 0.5 and grouped < plain / 2 and kahan < plain / 4
 
 
+def rounded_exponent(value: float, m: int) -> int:
+    """Exponent of a positive value once it is rounded to m mantissa bits."""
+    k = math.frexp(value)[1] - 1
+    limit = (2 - Fraction(1, 2**m)) * Fraction(2) ** k
+    rounded = Fraction(exact_cast(math.ldexp(value, -k), 8, m)) * Fraction(2) ** k
+    return k + (rounded > limit)
+
+
 def reference_allreduce(grads: list[np.ndarray], e: int, m: int) -> np.ndarray:
     """Oracle for two ranks: one rounding each at the shared exponent, sum and average in float64 (exact
     here).
     """
 
-    def exponent_of(value: float) -> int:
-        k = math.frexp(value)[1] - 1
-        limit = (2 - Fraction(1, 2**m)) * Fraction(2) ** k
-        rounded = Fraction(exact_cast(math.ldexp(value, -k), 8, m)) * Fraction(2) ** k
-        return k + (rounded > limit)
-
-    exponent = max(exponent_of(float(np.abs(g).max())) for g in grads)
+    exponent = max(rounded_exponent(float(np.abs(g).max()), m) for g in grads)
     shift = 2 ** (e - 1) - 1 - exponent
     rounded = [
         [math.ldexp(exact_cast(math.ldexp(float(v), shift), e, m), -shift) for v in g.ravel()] for g in grads
@@ -522,6 +644,28 @@ def test_emulated_optimizer_treats_missing_gradient_as_zero():
     assert torch.equal(unused.grad, torch.zeros(3)) and torch.equal(unused.detach(), torch.ones(3))
 
 
+@pytest.mark.parametrize("n_ranks", [64, pytest.param(256, marks=pytest.mark.slow)])
+def test_emulated_optimizer_of_many_ranks_equals_oracle(n_ranks):
+    """Oracle: the exchange's two roundings by ml_dtypes, at the ranks' shared exponent and at that of each sum."""
+    torch.manual_seed(2)
+    grads = torch.randn(n_ranks, 2 * n_ranks)
+    parameter = torch.nn.Parameter(torch.zeros(2 * n_ranks))
+    optimizer = EmulatedOptimizer(torch.optim.SGD([parameter], 1.0), n_ranks, {"e": 4, "m": 3})
+    optimizer.step(lambda rank: (parameter * grads[rank]).sum())
+
+    def at_scale(values: np.ndarray) -> np.ndarray:
+        """Rounded with the largest value, once it is rounded, in the top binade of (4, 3)."""
+        shift = 7 - rounded_exponent(float(np.abs(values).max()), 3)
+        return np.ldexp(np.ldexp(values, shift).astype(ml_dtypes.float8_e4m3).astype(np.float64), -shift)
+
+    sums = at_scale(grads.numpy()).sum(0)
+    assert np.array_equal(np.float32(sums), sums)  # exact in float32, in which the exchange adds
+    # 512 bytes over 256 shards: 8 elements, the smallest segment, for every fourth, with an exponent of their own.
+    shards = [at_scale(np.float32(part)) for part in np.split(sums, n_ranks // 4)]
+    np.testing.assert_array_equal(parameter.grad.numpy(), np.float32(np.concatenate(shards) / n_ranks))
+    assert torch.equal(parameter.detach(), -parameter.grad)
+
+
 def test_emulated_optimizer_delegates_and_rejects():
     model = make_model()
     inner = torch.optim.SGD(model.parameters(), 0.1)
@@ -529,12 +673,74 @@ def test_emulated_optimizer_delegates_and_rejects():
     assert optimizer.param_groups is inner.param_groups
     with pytest.raises(ValueError, match="collect must be called 2 times per step, got 0"):
         optimizer.step()
+    with pytest.raises(TypeError, match="loss must be a function of the rank, got .*lambda"):
+        optimizer.step(lambda: model(torch.ones(1, 5)).sum())
+    with pytest.raises(TypeError, match="EmulatedOptimizer: cannot be copied"):
+        copy.deepcopy(optimizer)
     with pytest.raises(ValueError, match="n_ranks must be in 1..256, got 0"):
         EmulatedOptimizer(inner, 0, {"e": 4, "m": 3})
     with pytest.raises(TypeError, match="compressor_options must be a dict"):
         EmulatedOptimizer(inner, 2, (4, 3))
+    with pytest.raises(ValueError, match="transport must be 'packed', .* got 'allreduce'"):
+        EmulatedOptimizer(inner, 2, {"e": 4, "m": 3, "transport": "allreduce"})
     with pytest.raises(ValueError, match="must name all 4 parameters"):
         EmulatedOptimizer(inner, 2, {"e": 4, "m": 3}, list(model.named_parameters())[:2])
+    frozen = torch.optim.SGD([torch.nn.Parameter(torch.ones(1), requires_grad=False)], 0.1)
+    with pytest.raises(ValueError, match="a parameter that requires a gradient, got none"):
+        EmulatedOptimizer(frozen, 2, {"e": 4, "m": 3})
+
+
+def test_emulated_optimizer_refuses_what_it_cannot_reduce():
+    late = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    first = torch.nn.Parameter(torch.ones(2))
+    optimizer = EmulatedOptimizer(torch.optim.SGD([first, late], 0.1), 2, {"e": 4, "m": 3})
+    optimizer.step(lambda rank: first.sum())
+    late.requires_grad_()
+    with pytest.raises(ValueError, match="all 1 trainable parameters must be there from the start, got more"):
+        optimizer.step(lambda rank: (first + late).sum())
+    optimizer = EmulatedOptimizer(torch.optim.SGD([first], 0.1), 2, {"e": 4, "m": 3})
+    optimizer.optimizer.add_param_group({"params": [late]})
+    with pytest.raises(ValueError, match="added or unfrozen since"):
+        optimizer.step(lambda rank: (first + late).sum())
+    table = torch.nn.Embedding(3, 2, sparse=True)
+    optimizer = EmulatedOptimizer(torch.optim.SGD(table.parameters(), 0.1), 2, {"e": 4, "m": 3})
+    with pytest.raises(TypeError, match="gradient of 'allreduce.noname.0.0' must be dense, got torch.sparse_coo"):
+        optimizer.step(lambda rank: table(torch.tensor([rank])).sum())
+    both = [first, torch.nn.Parameter(torch.ones(1, device="meta"))]
+    optimizer = EmulatedOptimizer(torch.optim.SGD(both, 0.1), 2, {"e": 4, "m": 3})
+    with pytest.raises(TypeError, match="must be on one CPU or CUDA device, got cpu, meta"):
+        optimizer.step(lambda rank: first.sum())
+
+
+def test_emulated_optimizer_goes_on_after_a_loss_that_failed():
+    """Oracle: a run in which nothing failed."""
+    results = []
+    for fails in (False, True):
+        model = make_model()
+        optimizer = EmulatedOptimizer(torch.optim.SGD(model.parameters(), 0.1), 3, {"e": 4, "m": 3})
+        if fails:
+
+            def loss(rank: int, model: torch.nn.Module = model) -> torch.Tensor:
+                if rank == 1:
+                    raise ZeroDivisionError
+                return model(torch.ones(1, 5)).sum()
+
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step(loss)
+        optimizer.step(lambda rank, model=model: model(torch.full((1, 5), rank + 1.0)).sum())
+        results.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_emulated_optimizer_keeps_channels_last_in_order():
+    """Oracle: the mean; rank 0 has no gradient, so that its zeros take the result."""
+    values = torch.arange(1.0, 25.0).reshape(1, 2, 3, 4)
+    parameter = torch.nn.Parameter(torch.zeros(1, 2, 3, 4).to(memory_format=torch.channels_last))
+    other = torch.nn.Parameter(torch.zeros(1))
+    options = {"e": 4, "m": 3, "overrides": {"*": "float32"}}
+    optimizer = EmulatedOptimizer(torch.optim.SGD([parameter, other], 0.1), 2, options)
+    optimizer.step(lambda rank: (parameter * values).sum() if rank else other.sum())
+    assert torch.equal(parameter.grad, values / 2)
 
 
 def test_simulate_and_wire_round_alike():

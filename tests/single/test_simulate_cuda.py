@@ -1,18 +1,26 @@
-"""The simulator's CUDA kernels without a GPU: NVRTC compiles them, and host threads in their place give CPU
-bits.
+"""The simulator's CUDA kernels and launchers without a GPU: NVRTC compiles them, and host threads behind a stand-in
+for CuPy give CPU bits.
 """
 
 import ctypes
 import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from horovod_aps.cuda_kernels import source_folder
-from horovod_aps.simulate import _native, float_quantize, quant_gemm
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import cuda_standin  # noqa: E402
+
+from horovod_aps.cuda_kernels import source_folder  # noqa: E402
+from horovod_aps.simulate import EmulatedOptimizer, _native, float_quantize, quant_gemm  # noqa: E402
 
 # One host thread per CUDA thread and a barrier for __syncthreads; blocks run one after the other, so that a
 # static array is shared by exactly the threads of one block.
@@ -27,8 +35,7 @@ static std::barrier<>* meeting;
 #define __global__
 #define __shared__ static
 #define __syncthreads() meeting->arrive_and_wait()
-#include "aps_simulate.cu"
-
+SOURCE
 template <typename Kernel> static void launch(Dim grid, Dim block, Kernel kernel) {
   gridDim = grid;
   blockDim = block;
@@ -41,54 +48,117 @@ template <typename Kernel> static void launch(Dim grid, Dim block, Kernel kernel
     for (auto& thread : threads) thread.join();
   }
 }
-extern "C" void run_quantize(unsigned blocks, unsigned size, const float* x, float* out, long long n, int e, int m) {
-  launch({blocks, 1}, {size, 1}, [=] { simulate_quantize_kernel(x, out, n, e, m); });
+extern "C" void run_simulate_quantize_kernel(unsigned gx, unsigned gy, unsigned bx, unsigned by, const float* x,
+                                             float* out, long long n, int e, int m) {
+  // Far fewer threads than asked for: the kernel must stride over what is left.
+  launch({gx < 3 ? gx : 3, gy}, {bx < 8 ? bx : 8, by}, [=] { simulate_quantize_kernel(x, out, n, e, m); });
 }
-extern "C" void run_gemm(unsigned gx, unsigned gy, const float* a, const float* b, float* c, long long rows,
-                         long long cols, long long depth, int e, int m, int kahan) {
-  launch({gx, gy}, {TILE, TILE}, [=] { simulate_gemm_kernel(a, b, c, rows, cols, depth, e, m, kahan); });
+extern "C" void run_simulate_gemm_kernel(unsigned gx, unsigned gy, unsigned bx, unsigned by, const float* a,
+                                         const float* b, float* c, long long rows, long long cols, long long depth,
+                                         int e, int m, int kahan) {
+  launch({gx, gy}, {bx, by}, [=] { simulate_gemm_kernel(a, b, c, rows, cols, depth, e, m, kahan); });
 }
 """
 
 
+STREAM = 77
+C_TYPES = {np.uint64: ctypes.c_void_p, np.int64: ctypes.c_longlong, np.int32: ctypes.c_int}
+
+
+class RawModule:
+    """As CuPy's: compiles the source that it is given, here with g++, and hands out its kernels."""
+
+    def __init__(self, code: str, options: tuple[str, ...], folder: Path) -> None:
+        assert "--fmad=false" in options
+        (folder / "standin.cpp").write_text(STAND_IN.replace("SOURCE", code))
+        command = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-pthread"]
+        command += [option for option in options if option.startswith("-I")]
+        command += [str(folder / "standin.cpp"), "-o", str(folder / "standin.so")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        self._library = ctypes.CDLL(str(folder / "standin.so"))
+
+    def get_function(self, name: str) -> Callable[..., None]:
+        def launch(grid: tuple[int, int], block: tuple[int, int], arguments: tuple[Any, ...]) -> None:
+            typed = [C_TYPES[type(argument)](int(argument)) for argument in arguments]
+            getattr(self._library, f"run_{name}")(*grid, *block, *typed)
+
+        return launch
+
+
+def module_options() -> tuple[str, ...]:
+    return (*_native.CUDA_OPTIONS, f"-I{source_folder()}")
+
+
 @pytest.fixture(scope="module")
-def stand_in(tmp_path_factory) -> ctypes.CDLL:
-    folder = tmp_path_factory.mktemp("standin")
-    (folder / "standin.cpp").write_text(STAND_IN)
-    command = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-pthread"]
-    command += [f"-I{source_folder()}", str(folder / "standin.cpp"), "-o", str(folder / "standin.so")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(folder / "standin.so"))
+def module(tmp_path_factory) -> RawModule:
+    code = (source_folder() / "aps_simulate.cu").read_text()
+    return RawModule(code, module_options(), tmp_path_factory.mktemp("standin"))
 
 
-def pointer(array: np.ndarray) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)
+@pytest.fixture
+def as_on_cuda(module, monkeypatch) -> Callable[[Callable[[], torch.Tensor]], torch.Tensor]:
+    """Calls a function as if its tensors were on a GPU: through the launchers, on torch's current stream."""
+    asked = []
+
+    def load(code: str, options: tuple[str, ...]) -> RawModule:
+        asked.append((code, options))
+        return module
+
+    def call(function: Callable[[], torch.Tensor]) -> torch.Tensor:
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "cupy", SimpleNamespace(RawModule=load, cuda=cuda_standin.cuda))
+            patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM))
+            patch.setattr(_native, "on_cuda", lambda where, name, tensor: True)
+            _native._cuda_kernel.cache_clear()
+            cuda_standin.cuda.entered.clear()
+            result = function()
+            _native._cuda_kernel.cache_clear()
+        assert cuda_standin.cuda.entered == [STREAM]
+        assert asked == [((source_folder() / "aps_simulate.cu").read_text(), module_options())]
+        return result
+
+    return call
 
 
 @pytest.mark.parametrize("n", [1, 7, 64, 1025])
 @pytest.mark.parametrize("e,m", [(4, 3), (3, 0), (8, 7)])
-def test_quantize_kernel_equals_cpu(stand_in, n, e, m):
-    """Oracle: the CPU library, itself tested against rational arithmetic; 3 blocks of 8 threads must cover
-    all.
-    """
-    x = np.random.default_rng(n).integers(0, 2**32, n, dtype=np.uint32).view(np.float32)
-    out = np.full_like(x, 123.0)
-    stand_in.run_quantize(3, 8, pointer(x), pointer(out), ctypes.c_longlong(n), e, m)
-    np.testing.assert_array_equal(out, float_quantize(torch.from_numpy(x), e, m).numpy())
+def test_quantize_on_cuda_equals_cpu(as_on_cuda, n, e, m):
+    """Oracle: the CPU library, itself tested against rational arithmetic."""
+    x = torch.from_numpy(np.random.default_rng(n).integers(0, 2**32, n, dtype=np.uint32).view(np.float32))
+    got = as_on_cuda(lambda: float_quantize(x, e, m))
+    np.testing.assert_array_equal(got.numpy(), float_quantize(x, e, m).numpy())
 
 
 @pytest.mark.parametrize("kahan", [False, True])
-@pytest.mark.parametrize("rows,depth,cols", [(1, 1, 1), (17, 16, 15), (5, 33, 18)])
-def test_gemm_kernel_equals_cpu(stand_in, rows, depth, cols, kahan):
-    """Sizes around the tile of 16, so that a wrong edge, order of K or padded step shows."""
+@pytest.mark.parametrize("rows,depth,cols", [(1, 1, 1), (17, 16, 65), (5, 33, 18)])
+def test_gemm_on_cuda_equals_cpu(as_on_cuda, rows, depth, cols, kahan):
+    """Sizes around the tile of 16, so that a wrong edge, order of K, grid or padded step shows."""
     torch.manual_seed(rows)
     a, b = torch.randn(rows, depth), torch.randn(depth, cols)
-    out = np.full((rows, cols), np.nan, np.float32)
-    grid = (-(-rows // _native.TILE), -(-cols // _native.TILE))
-    sizes = [ctypes.c_longlong(size) for size in (rows, cols, depth)]
-    stand_in.run_gemm(*grid, pointer(a.numpy()), pointer(b.numpy()), pointer(out), *sizes, 4, 3, int(kahan))
-    np.testing.assert_array_equal(out, quant_gemm(a, b, 4, 3, kahan=kahan).numpy())
+    got = as_on_cuda(lambda: quant_gemm(a, b, 4, 3, kahan=kahan))
+    np.testing.assert_array_equal(got.numpy(), quant_gemm(a, b, 4, 3, kahan=kahan).numpy())
+
+
+def test_emulated_optimizer_on_cuda_equals_cpu(monkeypatch):
+    """Oracle: the same steps by the CPU kernels; all launches are on torch's current stream."""
+
+    def train() -> torch.Tensor:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(9, 4)
+        optimizer = EmulatedOptimizer(torch.optim.SGD(model.parameters(), 0.1), 3, {"e": 4, "m": 3})
+        for step in range(2):
+            optimizer.step(lambda rank, step=step: model(torch.full((2, 9), 1.0 + rank - step)).square().sum())
+        return model.weight.detach()
+
+    expected = train()
+    monkeypatch.setitem(sys.modules, "cupy", cuda_standin)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(EmulatedOptimizer, "_device", lambda self: torch.device("cuda", 0))
+    cuda_standin.cuda.entered.clear()
+    assert torch.equal(train(), expected)
+    assert set(cuda_standin.cuda.entered) == {STREAM}
 
 
 @pytest.mark.parametrize("architecture", ["sm_70", "sm_80", "sm_90"])
