@@ -1,14 +1,14 @@
 """Does training survive 8, 6 or 4 bits? N emulated ranks, every format, with and without APS.
 
-    python benchmarks/accuracy.py --data-dir ../shared/data    # all runs; continues where it stopped
-    python benchmarks/accuracy.py --report                     # tables and plot from the results so far
+    python benchmarks/accuracy.py             # all runs; continues where it stopped
+    python benchmarks/accuracy.py --report    # tables and plot from the results so far
     python benchmarks/accuracy.py --tasks classification --formats 4,3 --variants fp32 aps --seeds 1
 
 Every run trains from the same initial weights on the same batches as the runs of other variants with its
 seed; only the gradient exchange differs, and it is the real one (horovod_aps.simulate.EmulatedOptimizer).
-Results go
-to `accuracy_<task>.json` after every run (one process per task uses two cores), then to `accuracy.md` and
-`accuracy.png`.
+Photographs are read from ../shared/data beside the repository, or from --data-dir; without them both tasks are
+made of digits. Results go to `accuracy_<task>.json` after every run (one process per task uses two cores), then
+to `accuracy.md` and `accuracy.png`; runs on other data, or with other ranks or epochs, get tables of their own.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from accuracy_tasks import TASKS, Task, load
+from studies import ROOT, Records, parse_arguments, pyplot, save, values
 
 from horovod_aps.predict import parse_format
 from horovod_aps.simulate import EmulatedOptimizer
@@ -38,6 +39,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "stochastic": {"rounding": "stochastic"},
     "feedback": {"error_feedback": True},
 }
+DATA = ROOT.parent / "shared" / "data"
+SETTING = ("task", "source", "ranks", "epochs")  # runs are compared within one
 RECIPES = {
     "classification": {"epochs": 6, "batch": 128, "lr": 0.1},
     "segmentation": {"epochs": 12, "batch": 8, "lr": 0.1},
@@ -93,7 +96,7 @@ def planned(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return runs
 
 
-def read_records(folder: Path, task: str) -> list[dict[str, Any]]:
+def read_records(folder: Path, task: str) -> Records:
     """The runs of one task so far."""
     path = folder / f"accuracy_{task}.json"
     return json.loads(path.read_text())["runs"] if path.exists() else []
@@ -125,12 +128,18 @@ def study(arguments: argparse.Namespace) -> None:
         )
 
 
-def scores(records: list[dict[str, Any]], task: str, variant: str, e: int, m: int) -> list[float]:
-    """Scores of one cell of the table, by seed; fp32 has one row for all formats."""
-    wanted = {"task": task, "variant": variant}
-    if variant != "fp32":
-        wanted |= {"e": e, "m": m}  # type: ignore[dict-item]
-    return [r["score"] for r in records if all(r[key] == value for key, value in wanted.items())]
+def settings(records: Records) -> list[Records]:
+    """The runs by task, data, ranks and epochs."""
+    groups: dict[tuple[Any, ...], Records] = {}
+    for record in records:
+        groups.setdefault(tuple(record[key] for key in SETTING), []).append(record)
+    return list(groups.values())
+
+
+def scores(records: Records, variant: str, e: int, m: int) -> list[float]:
+    """Scores of one cell of a setting's table, by seed; fp32 has one row for all formats."""
+    wanted = {} if variant == "fp32" else {"e": e, "m": m}
+    return values(records, "score", variant=variant, **wanted)
 
 
 def cell(values: list[float]) -> str:
@@ -141,13 +150,13 @@ def cell(values: list[float]) -> str:
     return f"{100 * statistics.fmean(values):.1f}{spread}"
 
 
-def claims(records: list[dict[str, Any]], task: str) -> list[tuple[str, bool | None]]:
-    """The statements that the study is to check; None if the runs for it are missing."""
-    fp32 = scores(records, task, "fp32", 8, 23)
+def claims(records: Records) -> list[tuple[str, bool | None]]:
+    """The statements that the study is to check in one setting; None if the runs for it are missing."""
+    fp32 = scores(records, "fp32", 8, 23)
 
     def mean(variant: str, e: int, m: int) -> float | None:
-        values = scores(records, task, variant, e, m)
-        return statistics.fmean(values) if values else None
+        found = scores(records, variant, e, m)
+        return statistics.fmean(found) if found else None
 
     # Seed noise: two standard errors of a difference of means.
     noise = 2 * statistics.stdev(fp32) * math.sqrt(2 / len(fp32)) if len(fp32) > 1 else 0.01
@@ -168,26 +177,24 @@ def claims(records: list[dict[str, Any]], task: str) -> list[tuple[str, bool | N
         ("hybrid is not below pure (beyond noise)", all(a >= b - noise for a, b in known) if known else None)
     )
     a, b = mean("feedback", 3, 0), mean("aps", 3, 0)
-    out.append(("(3,0) is better with error feedback", None if a is None or b is None else a > b))
+    points = "" if a is None or b is None else f" ({100 * (a - b):+.1f} points)"
+    out.append((f"(3,0) is better with error feedback{points}", None if a is None or b is None else a > b))
     return out
 
 
-def report(records: list[dict[str, Any]]) -> str:
-    """Markdown tables: formats down, variants across; then the claims."""
+def report(records: Records) -> str:
+    """Markdown tables, one per setting: formats down, variants across; then the claims."""
     lines: list[str] = []
     variants = [variant for variant in VARIANTS if variant != "fp32"]
-    for task in TASKS:
-        mine = [record for record in records if record["task"] == task]
-        if not mine:
-            continue
+    for mine in settings(records):
         first = mine[0]
-        unit = "test accuracy" if task == "classification" else "mean IoU"
+        unit = "test accuracy" if first["task"] == "classification" else "mean IoU"
         n_seeds = len({record["seed"] for record in mine})
         lines += [
-            f"### {task}: {unit} in %, {first['source']}, {first['ranks']} ranks, {first['epochs']} epochs, "
+            f"### {first['task']}: {unit} in %, {first['source']}, {first['ranks']} ranks, {first['epochs']} epochs, "
             f"{n_seeds} seeds",
             "",
-            f"fp32: {cell(scores(mine, task, 'fp32', 8, 23))}",
+            f"fp32: {cell(scores(mine, 'fp32', 8, 23))}",
             "",
             "| format | bits | " + " | ".join(variants) + " |",
             "| --- | ---: |" + " ---: |" * len(variants),
@@ -195,50 +202,46 @@ def report(records: list[dict[str, Any]]) -> str:
         for e, m in sorted(
             {(r["e"], r["m"]) for r in mine if r["variant"] != "fp32"}, key=lambda f: (-sum(f), f)
         ):
-            cells = " | ".join(cell(scores(mine, task, variant, e, m)) for variant in variants)
+            cells = " | ".join(cell(scores(mine, variant, e, m)) for variant in variants)
             lines.append(f"| ({e},{m}) | {1 + e + m} | {cells} |")
         lines.append("")
-        for text, held in claims(mine, task):
+        for text, held in claims(mine):
             lines.append(f"- {'not run' if held is None else 'holds' if held else 'DOES NOT HOLD'}: {text}")
         lines.append("")
     return "\n".join(lines)
 
 
-def save_plot(records: list[dict[str, Any]], path: Path) -> None:
-    """Score by format, one line per variant, fp32 as a band of one standard deviation."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    tasks = [task for task in TASKS if any(record["task"] == task for record in records)]
-    figure, axes = pyplot.subplots(1, len(tasks), figsize=(6 * len(tasks), 4), squeeze=False)
-    for axis, task in zip(axes[0], tasks, strict=True):
-        fp32 = scores(records, task, "fp32", 8, 23)
+def save_plot(records: Records, path: Path) -> None:
+    """Score by format, a panel per setting, one line per variant, fp32 as a band of one standard deviation."""
+    groups = settings(records)
+    figure, axes = pyplot().subplots(1, len(groups), figsize=(6 * len(groups), 4), squeeze=False)
+    for axis, mine in zip(axes[0], groups, strict=True):
+        fp32 = scores(mine, "fp32", 8, 23)
         if fp32:
             mean, spread = statistics.fmean(fp32), statistics.stdev(fp32) if len(fp32) > 1 else 0
             axis.axhspan(100 * (mean - spread), 100 * (mean + spread), color="0.85", label="fp32")
         for variant in VARIANTS:
-            values = [(f"({e},{m})", scores(records, task, variant, e, m)) for e, m in FORMATS]
-            values = [(name, v) for name, v in values if v and variant != "fp32"]
-            if values:
-                axis.errorbar([name for name, _ in values], [100 * statistics.fmean(v) for _, v in values],
-                              [100 * statistics.stdev(v) if len(v) > 1 else 0 for _, v in values],
+            found = [(f"({e},{m})", scores(mine, variant, e, m)) for e, m in FORMATS]
+            found = [(name, v) for name, v in found if v and variant != "fp32"]
+            if found:
+                axis.errorbar([name for name, _ in found], [100 * statistics.fmean(v) for _, v in found],
+                              [100 * statistics.stdev(v) if len(v) > 1 else 0 for _, v in found],
                               marker="o", capsize=2, label=variant)  # fmt: skip
-        axis.set_title(f"{task} ({'accuracy' if task == 'classification' else 'mean IoU'}, %)")
+        unit = "accuracy" if mine[0]["task"] == "classification" else "mean IoU"
+        axis.set_title(f"{mine[0]['task']}, {mine[0]['source']} ({unit}, %)")
         axis.grid(alpha=0.3)
     axes[0][0].legend()
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save(figure, path)
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--data-dir", type=Path, help="holds cifar10-small and camvid-small; digits otherwise"
+        "--data-dir",
+        type=Path,
+        default=DATA,
+        help="holds cifar10-small and camvid-small; digits otherwise (../shared/data beside the repository)",
     )
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--formats", type=parse_format, nargs="+", default=list(FORMATS), metavar="E,M")
@@ -246,25 +249,16 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--epochs", type=int, help="default: 6 and 12")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
-    parser.add_argument(
-        "--report", action="store_true", help="train nothing, only write the tables and the plot"
-    )
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse_arguments(argv)
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    arguments = parse_arguments(parser, argv)
     if not arguments.report:
         study(arguments)
     records = [record for task in TASKS for record in read_records(arguments.out, task)]
     if not records:
         print(f"accuracy.py: {arguments.out} has no runs yet", file=sys.stderr)
         return 1
-    text = "Written by `python benchmarks/accuracy.py --data-dir ../shared/data`.\n\n" + report(records)
+    text = "Written by `python benchmarks/accuracy.py`.\n\n" + report(records)
     (arguments.out / "accuracy.md").write_text(text)
-    save_plot(records, arguments.out / "accuracy.png")
+    save_plot(records, arguments.images / "accuracy.png")
     print(text)
     return 0
 

@@ -1,7 +1,8 @@
 """What does error feedback buy at 4 bits? Every run is paired with the fp32 run of its seed.
 
-    python benchmarks/feedback.py             # all runs, a quarter of an hour; table, plot and claims
-    python benchmarks/feedback.py --seeds 2   # a quick look
+    python benchmarks/feedback.py                              # all runs, a quarter of an hour
+    python benchmarks/feedback.py --report                     # tables, claims and plot from its results
+    python benchmarks/feedback.py --seeds 2 --out out/study    # a quick look
 
 A network of one hidden layer learns scikit-learn's digits on N emulated ranks through the real exchange. It has
 no batch normalisation and the same batches in every run, so a run follows its fp32 twin closely, and what rounding
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from accuracy_tasks import Task, load
+from studies import Records, parse_arguments, pyplot, save, values
 from torch import nn
 
 from horovod_aps.simulate import EmulatedOptimizer
@@ -55,7 +57,7 @@ def train(task: Task, options: dict[str, Any], seed: int, n_ranks: int, epochs: 
     return {"loss": loss, "accuracy": task.score(model)}
 
 
-def study(n_seeds: int, rank_counts: Sequence[int], epochs: int) -> list[dict[str, Any]]:
+def study(n_seeds: int, rank_counts: Sequence[int], epochs: int) -> Records:
     """All runs; `excess` is the training loss above fp32's, as a share of it."""
     task = load("classification", None)
     records = []
@@ -72,12 +74,7 @@ def study(n_seeds: int, rank_counts: Sequence[int], epochs: int) -> list[dict[st
     return records
 
 
-def values(records: list[dict[str, Any]], key: str, **wanted: Any) -> list[float]:
-    """One figure of the runs that have what is wanted, by seed."""
-    return [r[key] for r in records if all(r.get(name) == value for name, value in wanted.items())]
-
-
-def report(records: list[dict[str, Any]], epochs: int) -> str:
+def report(records: Records, epochs: int) -> str:
     """Markdown: a table per number of ranks, and how often feedback came closer to fp32."""
     lines = ["Written by `python benchmarks/feedback.py`.", ""]
     for n_ranks in sorted({r["ranks"] for r in records}):
@@ -104,22 +101,17 @@ def report(records: list[dict[str, Any]], epochs: int) -> str:
     return "\n".join(lines)
 
 
-def wins(records: list[dict[str, Any]], variant: str, e: int, m: int) -> tuple[int, int]:
+def wins(records: Records, variant: str, e: int, m: int) -> tuple[int, int]:
     """In how many seeds feedback has the training loss nearer to fp32's, and of how many."""
     without = values(records, "excess", variant=variant, e=e, m=m)
     with_feedback = values(records, "excess", variant=f"{variant} + feedback", e=e, m=m)
     return sum(abs(b) < abs(a) for a, b in zip(without, with_feedback, strict=True)), len(without)
 
 
-def save_plot(records: list[dict[str, Any]], path: Path) -> None:
+def save_plot(records: Records, path: Path) -> None:
     """Distance of the training loss from fp32's, a dot per seed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     counts = sorted({r["ranks"] for r in records})
-    figure, axes = pyplot.subplots(1, len(counts), figsize=(6 * len(counts), 4), squeeze=False, sharey=True)
+    figure, axes = pyplot().subplots(1, len(counts), figsize=(6 * len(counts), 4), squeeze=False, sharey=True)
     for axis, n_ranks in zip(axes[0], counts, strict=True):
         for k, variant in enumerate(VARIANTS):
             for i, (e, m) in enumerate(FORMATS):
@@ -132,24 +124,24 @@ def save_plot(records: list[dict[str, Any]], path: Path) -> None:
         axis.grid(alpha=0.3)
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncol=len(VARIANTS))
     figure.tight_layout(rect=(0, 0.06, 1, 1))
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8])
     parser.add_argument("--epochs", type=int, default=EPOCHS)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
-    arguments = parser.parse_args(argv)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)  # layers are too small to share
-    records = study(arguments.seeds, arguments.ranks, arguments.epochs)
-    (arguments.out / "feedback.json").write_text(json.dumps({"runs": records}, indent=1) + "\n")
+    arguments = parse_arguments(parser, argv)
+    path = arguments.out / "feedback.json"
+    if not arguments.report:
+        torch.set_num_threads(1)  # layers are too small to share
+        records = study(arguments.seeds, arguments.ranks, arguments.epochs)
+        path.write_text(json.dumps({"runs": records}, indent=1) + "\n")
+    records = json.loads(path.read_text())["runs"]
     text = report(records, arguments.epochs)
     (arguments.out / "feedback.md").write_text(text)
-    save_plot(records, arguments.out / "feedback.png")
+    save_plot(records, arguments.images / "feedback.png")
     print(text)
     return 0
 

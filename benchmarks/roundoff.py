@@ -1,7 +1,8 @@
 """How the error of a gradient sum grows with the number of ranks, for every way of summing in low precision.
 
-    python benchmarks/roundoff.py                       # N = 2..256, about a minute; writes to
-    benchmarks/results python benchmarks/roundoff.py --ranks 2 8 --elements 200 --out /tmp/study
+    python benchmarks/roundoff.py                                                   # N = 2..256, a few minutes
+    python benchmarks/roundoff.py --report                                          # tables and plot again
+    python benchmarks/roundoff.py --ranks 2 8 --elements 200 --out out/study        # a quick look
 
 Relative error ||s - exact|| / ||exact|| of the sum against float64, for
   ring      the paper's sum: shared exponent of max|g|*N, re-rounded after every addition, in rank order
@@ -9,18 +10,20 @@ Relative error ||s - exact|| / ||exact|| of the sum against float64, for
   grouped   the same in two levels, groups of about sqrt(N) ranks
   float32   our exchange: APS exponent without the factor N, sum in float32, two roundings (one for N = 2)
   no scale  the paper's sum without APS: values rounded as they are
-Gradients are either independent between ranks (they cancel: the hard case) or share their signal (they add
-up).
+Gradients are either "independent" between ranks (they cancel: the hard case) or "shared": a signal that all ranks have
+plus noise of the same size (they add up).
 """
 
 import argparse
 import json
 import math
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from studies import Records, parse_arguments, pyplot, save, values
 
 from horovod_aps.exchange import Layer, local_allreduce
 from horovod_aps.kernels import CpuKernels
@@ -77,7 +80,7 @@ def relative_error(total: torch.Tensor, grads: Sequence[torch.Tensor]) -> float:
     return float((total.double() - exact).norm() / exact.norm())
 
 
-def study(arguments: argparse.Namespace) -> list[dict]:
+def study(arguments: argparse.Namespace) -> Records:
     """One record per kind of gradient, format, method and number of ranks; the mean over the seeds."""
     records = []
     for kind in ("independent", "shared"):
@@ -93,15 +96,15 @@ def study(arguments: argparse.Namespace) -> list[dict]:
     return records
 
 
-def mean_error(records: list[dict], **wanted: object) -> float:
+def mean_error(records: Records, **wanted: object) -> float:
     """Mean over the seeds of the records that match."""
-    chosen = [r["error"] for r in records if all(r[key] == value for key, value in wanted.items())]
-    return sum(chosen) / len(chosen)
+    return statistics.fmean(values(records, "error", **wanted))
 
 
-def tables(records: list[dict], ranks: Sequence[int]) -> str:
+def tables(records: Records) -> str:
     """Markdown: one table per kind and format."""
     lines = []
+    ranks = list(dict.fromkeys(record["ranks"] for record in records))
     for kind in ("independent", "shared"):
         for e, m in FORMATS:
             lines += [f"### ({e},{m}), {kind} gradients", "", "| N | " + " | ".join(METHODS) + " |",
@@ -116,14 +119,10 @@ def tables(records: list[dict], ranks: Sequence[int]) -> str:
     return "\n".join(lines)
 
 
-def save_plot(records: list[dict], ranks: Sequence[int], path: Path) -> None:
+def save_plot(records: Records, path: Path) -> None:
     """Error against N, a panel per format, independent gradients above shared ones."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, len(FORMATS), figsize=(3 * len(FORMATS), 6), sharex=True, sharey=True)
+    ranks = list(dict.fromkeys(record["ranks"] for record in records))
+    figure, axes = pyplot().subplots(2, len(FORMATS), figsize=(3 * len(FORMATS), 6), sharex=True, sharey=True)
     for row, kind in enumerate(("independent", "shared")):
         for column, (e, m) in enumerate(FORMATS):
             axis = axes[row][column]
@@ -140,37 +139,26 @@ def save_plot(records: list[dict], ranks: Sequence[int], path: Path) -> None:
     axes[0][0].set_ylabel("relative error of the sum")
     axes[1][0].set_ylabel("relative error of the sum")
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
-    parser.add_argument("--elements", type=int, default=4096)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
-    return parser.parse_args(argv)
+    save(figure, path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse_arguments(argv)
-    records = study(arguments)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    command = (
-        f"python benchmarks/roundoff.py --elements {arguments.elements} --seeds {arguments.seeds} --ranks "
-        + " ".join(map(str, arguments.ranks))
-    )
-    text = f"Written by `{command}`; mean over {arguments.seeds} seeds.\n\n" + tables(
-        records, arguments.ranks
-    )
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
+    parser.add_argument("--elements", type=int, default=16384)
+    parser.add_argument("--seeds", type=int, default=1)
+    arguments = parse_arguments(parser, argv)
+    path = arguments.out / "roundoff.json"
+    if not arguments.report:
+        command = (
+            f"python benchmarks/roundoff.py --elements {arguments.elements} --seeds {arguments.seeds} --ranks "
+            + " ".join(map(str, arguments.ranks))
+        )
+        path.write_text(json.dumps({"command": command, "records": study(arguments)}, indent=1) + "\n")
+    document = json.loads(path.read_text())
+    text = f"Written by `{document['command']}`; mean over the seeds.\n\n" + tables(document["records"])
     (arguments.out / "roundoff.md").write_text(text)
-    (arguments.out / "roundoff.json").write_text(
-        json.dumps({"command": command, "records": records}, indent=1) + "\n"
-    )
-    save_plot(records, arguments.ranks, arguments.out / "roundoff.png")
+    save_plot(document["records"], arguments.images / "roundoff.png")
     print(text)
     return 0
 

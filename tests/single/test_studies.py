@@ -1,5 +1,6 @@
 """The accuracy and round-off studies at a tiny size: they run, resume, and say what the numbers say."""
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import accuracy  # noqa: E402
 import accuracy_tasks  # noqa: E402
 import feedback  # noqa: E402
 import roundoff  # noqa: E402
+import studies  # noqa: E402
 
 
 def test_mean_iou_equals_counting():
@@ -68,6 +70,7 @@ def test_load_reads_photographs(tmp_path):
 
 def test_accuracy_study_runs_resumes_and_reports(tmp_path, capsys):
     arguments = ["--out", str(tmp_path), "--seeds", "1", "--ranks", "2", "--epochs", "1", "--formats", "3,0"]
+    arguments += ["--data-dir", str(tmp_path)]  # no photographs there
     assert accuracy.main([*arguments, "--variants", "fp32", "aps", "no aps", "feedback"]) == 0
     first = json.loads((tmp_path / "accuracy_classification.json").read_text())["runs"]
     assert [run["variant"] for run in first] == ["fp32", "aps", "no aps", "feedback"]
@@ -85,13 +88,14 @@ def test_accuracy_study_runs_resumes_and_reports(tmp_path, capsys):
     assert accuracy.main(["--report", "--out", str(tmp_path / "empty")]) == 1
 
 
-def record(variant: str, e: int, m: int, seed: int, score: float) -> dict:
-    return {"task": "classification", "variant": variant, "e": e, "m": m, "seed": seed, "score": score}
+def record(variant: str, e: int, m: int, seed: int, score: float, **changes: object) -> dict:
+    run = {"task": "classification", "source": "digits", "ranks": 8, "epochs": 6, "variant": variant}
+    return run | {"e": e, "m": m, "seed": seed, "score": score} | changes
 
 
 def test_accuracy_claims_follow_from_the_scores():
     runs = [record("fp32", 8, 23, seed, 0.70 + 0.01 * seed) for seed in range(3)]
-    assert {held for _, held in accuracy.claims(runs, "classification")} == {None}
+    assert {held for _, held in accuracy.claims(runs)} == {None}
     runs += [record("aps", 4, 3, s, 0.71) for s in range(3)] + [
         record("aps", 5, 2, s, 0.60) for s in range(3)
     ]
@@ -99,7 +103,68 @@ def test_accuracy_claims_follow_from_the_scores():
         record("hybrid", 5, 2, s, 0.60) for s in range(3)
     ]
     runs += [record("aps", 3, 0, 0, 0.4), record("feedback", 3, 0, 0, 0.5)]
-    assert [held for _, held in accuracy.claims(runs, "classification")] == [True, False, True, True, True]
+    assert [held for _, held in accuracy.claims(runs)] == [True, False, True, True, True]
+    assert accuracy.claims(runs)[-1][0].endswith("(+10.0 points)")
+
+
+@pytest.mark.parametrize("change", [{"source": "cifar10-small"}, {"ranks": 4}, {"epochs": 1}, {"task": "segmentation"}])
+def test_accuracy_does_not_mix_runs_of_different_settings(change):
+    """By hand: 70 and 72 % in one setting, 20 and 40 % in the other."""
+    runs = [record("fp32", 8, 23, 0, 0.70), record("fp32", 8, 23, 0, 0.20, **change)]
+    runs += [record("fp32", 8, 23, 1, 0.72), record("fp32", 8, 23, 1, 0.40, **change)]
+    lines = [line for line in accuracy.report(runs).splitlines() if line.startswith("fp32")]
+    assert lines == ["fp32: 71.0 ± 1.4", "fp32: 30.0 ± 14.1"]
+
+
+def test_accuracy_takes_photographs_where_they_are(tmp_path, monkeypatch):
+    """The default folder is beside the repository; what is in it decides."""
+    assert accuracy.DATA == Path(__file__).resolve().parents[3] / "shared" / "data"
+    asked = []
+    monkeypatch.setattr(accuracy, "DATA", tmp_path)
+    monkeypatch.setattr(accuracy, "study", lambda arguments: asked.append(arguments.data_dir))
+    assert accuracy.main(["--out", str(tmp_path / "empty")]) == 1 and asked == [tmp_path]
+
+
+def rows(text: str) -> list[str]:
+    """Of Markdown tables, without heads and rules."""
+    return [line for line in text.splitlines() if line.startswith(("| (", *(f"| {k}" for k in range(1, 10))))]
+
+
+def test_committed_tables_follow_from_the_committed_runs():
+    """Tables in benchmarks/results and docs/accuracy.md are what the scripts write from the JSON beside them."""
+    runs = [run for task in accuracy_tasks.TASKS for run in accuracy.read_records(studies.RESULTS, task)]
+    paired = json.loads((studies.RESULTS / "feedback.json").read_text())["runs"]
+    sums = json.loads((studies.RESULTS / "roundoff.json").read_text())["records"]
+    texts = {
+        "accuracy": accuracy.report(runs), "feedback": feedback.report(paired, feedback.EPOCHS),
+        "roundoff": roundoff.tables(sums),
+    }  # fmt: skip
+    for name, text in texts.items():
+        assert text in (studies.RESULTS / f"{name}.md").read_text()
+    page = (studies.ROOT / "docs" / "accuracy.md").read_text()
+    shown = rows(page.split("## Photographs")[1])
+    assert set(rows(texts["accuracy"]) + rows(texts["feedback"])) <= set(shown)
+    assert set(shown) <= {row for text in texts.values() for row in rows(text)}
+    for line in texts["accuracy"].splitlines():
+        if line.startswith("fp32: "):
+            assert f"; {line}" in page
+    heading = "| N | " + " | ".join(roundoff.METHODS) + " |"  # the names in the plot's legend
+    table = page.split(heading)[1].split("\n\n")[0]
+    assert set(rows(table)) <= set(rows(texts["roundoff"].split("### (4,3), independent")[1].split("###")[0]))
+
+
+def test_plots_go_where_the_documentation_shows_them(tmp_path):
+    parser = argparse.ArgumentParser()
+    assert studies.parse_arguments(parser, []).images == studies.ROOT / "docs" / "images"
+    parser = argparse.ArgumentParser()
+    assert studies.parse_arguments(parser, ["--out", str(tmp_path)]).images == tmp_path  # not those of a trial
+    page = (studies.ROOT / "docs" / "accuracy.md").read_text()
+    assert all(f"(images/{name}.png)" in page for name in ("accuracy", "feedback", "roundoff"))
+
+
+def test_values_picks_records_that_match():
+    runs = [{"a": 1, "b": 2, "x": 3.0}, {"a": 1, "x": 4.0}, {"a": 2, "b": 2, "x": 5.0}]
+    assert studies.values(runs, "x", a=1) == [3.0, 4.0] and studies.values(runs, "x", a=1, b=2) == [3.0]
 
 
 def test_roundoff_study_ranks_the_methods(tmp_path):
@@ -138,8 +203,11 @@ def test_feedback_study_pairs_every_run_with_fp32(tmp_path, monkeypatch):
     by_variant = {run["variant"]: abs(run["excess"]) for run in runs}
     assert by_variant["aps + feedback"] < by_variant["aps"] < by_variant["no aps"]
     assert by_variant["no aps + feedback"] < by_variant["no aps"]
-    assert "| (3,0) | 4 |" in (tmp_path / "feedback.md").read_text()
+    text = (tmp_path / "feedback.md").read_text()
+    assert "| (3,0) | 4 |" in text
     assert (tmp_path / "feedback.png").read_bytes().startswith(b"\x89PNG")
+    assert feedback.main(["--report", "--epochs", "4", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "feedback.md").read_text() == text
 
 
 def test_feedback_wins_are_counted_by_seed():
