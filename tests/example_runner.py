@@ -66,7 +66,8 @@ def run(script: Path, arguments: list[str]) -> dict[str, Any]:
             traceback.print_exc()
             code = 1
     sys.path.remove(str(script.parent))
-    if "keras" in sys.modules:
+    if "keras" in sys.modules:  # as in a new process: names of layers count from 0 again
+        sys.modules["keras"].utils.clear_session()
         sys.modules["keras"].mixed_precision.set_global_policy("float32")
     return {"code": code, "output": output.getvalue(), **seen}
 

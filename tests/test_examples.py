@@ -410,6 +410,18 @@ def test_wrong_path_ends_all_ranks_with_one_message() -> None:
     assert (done.stdout + done.stderr).count("--train-dir /no/such is not a folder") == 1, done.stderr
 
 
+def test_wrong_flag_is_left_to_rank_0(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other ranks wait for it: a launcher that sees one of them leave ends rank 0 before it has said anything."""
+    waits: list[float] = []
+    monkeypatch.setattr(common.time, "sleep", waits.append)
+    for rank, n_lines, n_waits in (("0", 2, 0), ("1", 0, 1)):
+        monkeypatch.setenv("HOROVOD_RANK", rank)
+        with pytest.raises(SystemExit, match="2"):
+            common.Parser("").parse_args(["--aps-alreduce"])
+        assert len(capsys.readouterr().err.splitlines()) == n_lines
+        assert len(waits) == n_waits
+
+
 def test_checks_report_trouble_of_any_rank(capsys: pytest.CaptureFixture[str]) -> None:
     """What rank 0 of two says when it is fine and the other rank is not, and the other way round."""
 

@@ -89,13 +89,14 @@ def main() -> None:
     test_batches = tf.data.Dataset.from_tensor_slices(test).batch(args.batch_size)
     progress = training.Progress(args, n_batches, "poly", checkpoints, test_batches)
 
-    def batches(order: tf.data.Dataset) -> tf.data.Dataset:
+    def batches(order: tf.data.Dataset, epoch: tf.Tensor) -> tf.data.Dataset:
         indices = order.batch(args.batch_size, drop_remainder=True)
         return indices.map(lambda i: (tf.gather(images, i), tf.gather(labels, i)))
 
     first_epoch = step // n_batches
     model.fit(
         training.epochs(len(images), args.seed, first_epoch, batches),
+        shuffle=False,  # they come shuffled
         steps_per_epoch=n_batches,
         epochs=progress.n_epochs,
         initial_epoch=first_epoch,

@@ -53,14 +53,14 @@ def files_of(folder: Path, classes: list[str]) -> tuple[tf.Tensor, tf.Tensor]:
     return tf.constant([path for path, _ in found]), tf.constant([label for _, label in found])
 
 
-def crop_at_random(image: tf.Tensor, side: int) -> tf.Tensor:
+def crop_at_random(image: tf.Tensor, side: int, seed: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
     """A crop of 8 to 100 % of the image, resized, flipped at random."""
     boxes = tf.zeros((1, 0, 4))
-    begin, size, _ = tf.image.sample_distorted_bounding_box(
-        tf.shape(image), boxes, area_range=(0.08, 1.0), use_image_if_no_bounding_boxes=True
+    begin, size, _ = tf.image.stateless_sample_distorted_bounding_box(
+        tf.shape(image), boxes, seed, area_range=(0.08, 1.0), use_image_if_no_bounding_boxes=True
     )
     image = tf.image.resize(tf.slice(image, begin, size), (side, side))
-    return tf.image.random_flip_left_right(image)
+    return tf.image.stateless_random_flip_left_right(image, seed)
 
 
 def crop_middle(image: tf.Tensor, side: int) -> tf.Tensor:
@@ -71,15 +71,19 @@ def crop_middle(image: tf.Tensor, side: int) -> tf.Tensor:
 
 
 def make_dataset(
-    order: tf.data.Dataset, paths: tf.Tensor, labels: tf.Tensor, args: argparse.Namespace, train: bool
+    order: tf.data.Dataset, epoch: tf.Tensor | None, paths: tf.Tensor, labels: tf.Tensor, args: argparse.Namespace
 ) -> tf.data.Dataset:
-    """This rank's batches, from the indices of all images."""
+    """This rank's batches from the indices of all images; with an epoch for training, else for validation."""
+    train = epoch is not None
 
     def load(i: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         file = tf.io.read_file(tf.gather(paths, i))
         image = tf.io.decode_image(file, channels=3, expand_animations=False)
         image = tf.cast(image, tf.float32) / 255
-        image = crop_at_random(image, args.image_size) if train else crop_middle(image, args.image_size)
+        if train:
+            image = crop_at_random(image, args.image_size, (args.seed + epoch, tf.cast(i, tf.int64)))
+        else:
+            image = crop_middle(image, args.image_size)
         image = tf.ensure_shape(image, (args.image_size, args.image_size, 3))
         return (image - common.MEAN) / common.STD, tf.gather(labels, i)
 
@@ -111,7 +115,7 @@ def main() -> None:
             n_classes, n_batches = len(classes), len(paths) // hvd.size() // args.batch_size
             common.check_batches(n_batches, len(paths), args.batch_size, hvd.size())
         val_paths, val_labels = files_of(args.val_dir, classes)
-        val = make_dataset(tf.data.Dataset.range(len(val_paths)), val_paths, val_labels, args, train=False)
+        val = make_dataset(tf.data.Dataset.range(len(val_paths)), None, val_paths, val_labels, args)
     if args.max_steps:
         val = val.take(args.max_steps)
     backbone = getattr(keras.applications, args.model)(
@@ -133,11 +137,12 @@ def main() -> None:
     progress = training.Progress(args, n_batches, "step", checkpoints, val)
     first_epoch = step // n_batches
 
-    def batches(order: tf.data.Dataset) -> tf.data.Dataset:
-        return make_dataset(order, paths, labels, args, train=True).take(n_batches)
+    def batches(order: tf.data.Dataset, epoch: tf.Tensor) -> tf.data.Dataset:
+        return make_dataset(order, epoch, paths, labels, args).take(n_batches)
 
     model.fit(
         make_synthetic(args) if args.synthetic else training.epochs(len(paths), args.seed, first_epoch, batches),
+        shuffle=False,  # they come shuffled
         steps_per_epoch=n_batches,
         epochs=progress.n_epochs,
         initial_epoch=first_epoch,

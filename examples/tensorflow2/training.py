@@ -182,16 +182,16 @@ def evaluate(model: Any, batches: tf.data.Dataset) -> tuple[float, float]:
 
 
 def epochs(
-    n_samples: int, seed: int, first_epoch: int, make_batches: Callable[[tf.data.Dataset], tf.data.Dataset]
+    n_samples: int, seed: int, first_epoch: int, make_batches: Callable[[tf.data.Dataset, tf.Tensor], tf.data.Dataset]
 ) -> tf.data.Dataset:
-    """The batches of one epoch after the other, made of shuffled indices.
+    """The batches of one epoch after the other; `make_batches` makes them of shuffled indices and the epoch.
 
-    An epoch's order depends on nothing else: it is the same on all ranks, and the same after --resume.
+    The order depends on seed and epoch only: it is the same on all ranks, and the same after --resume.
     """
 
     def one(epoch: tf.Tensor) -> tf.data.Dataset:
         order = tf.random.experimental.stateless_shuffle(tf.range(n_samples), (seed, epoch))
-        return make_batches(tf.data.Dataset.from_tensor_slices(order))
+        return make_batches(tf.data.Dataset.from_tensor_slices(order), epoch)
 
     return tf.data.Dataset.range(first_epoch, tf.int64.max).flat_map(one).prefetch(2)
 
