@@ -414,6 +414,7 @@ def test_wrong_flag_is_left_to_rank_0(monkeypatch: pytest.MonkeyPatch, capsys: p
     """Other ranks wait for it: a launcher that sees one of them leave ends rank 0 before it has said anything."""
     waits: list[float] = []
     monkeypatch.setattr(common.time, "sleep", waits.append)
+    monkeypatch.setenv("HOROVOD_SIZE", "2")
     for rank, n_lines, n_waits in (("0", 2, 0), ("1", 0, 1)):
         monkeypatch.setenv("HOROVOD_RANK", rank)
         with pytest.raises(SystemExit, match="2"):
