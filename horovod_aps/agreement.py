@@ -26,6 +26,10 @@ class _LayerLike(Protocol):
     shape: tuple[int, ...]
     dtype: int
     factor: float
+    label: str
+
+    @property
+    def shown(self) -> str: ...
 
 
 def top_exponent(fmt: WireFormat) -> int:
@@ -36,8 +40,8 @@ def top_exponent(fmt: WireFormat) -> int:
 
 def spec_of(layer: _LayerLike, options: Options, warm: bool) -> LayerSpec:
     """What ranks compare about a layer; during warm-up all layers travel as float32."""
-    fmt = FLOAT32 if warm else options.format_for(layer.name, math.prod(layer.shape))
-    return LayerSpec(layer.name, layer.shape, layer.dtype, layer.factor, fmt)
+    fmt = FLOAT32 if warm else options.format_for(layer.shown, math.prod(layer.shape))
+    return LayerSpec(layer.name, layer.shape, layer.dtype, layer.factor, fmt, layer.label)
 
 
 def _plain(spec: LayerSpec) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -123,9 +123,9 @@ class Exchange:
         if self.step_number == 2 and self.after_two_steps is not None and (call := self.after_two_steps()):
             call()
 
-    def names(self) -> Iterable[str]:
-        """The layers of the batches that are remembered."""
-        return self._plan_of.keys()
+    def names(self) -> set[str]:
+        """What people call the layers of the batches that are remembered."""
+        return {spec.shown for plan in self._plans.values() for spec in plan.specs}
 
     def _choose_formats(self) -> Generator[bool, None, None]:
         """End of the measuring steps of overrides="auto": settle every layer's format with all ranks."""
@@ -338,7 +338,7 @@ class Exchange:
         targets = np.array([layer.target for layer in layers], np.uint64)
         self._point_at_sources(buffers, bucket, layers)
         if self._chooser is not None:
-            self._chooser.observe(self.kernels, [layer.name for layer in layers], table, segment_layer)
+            self._chooser.observe(self.kernels, [layer.shown for layer in layers], table, segment_layer)
         phase = timeline.phases(self.step_number, index, len(layers))
 
         # Exponents: the largest of each layer, over its segments and over the ranks.

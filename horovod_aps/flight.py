@@ -33,6 +33,13 @@ class Layer:
     factor: float
     keep: Any = None
     """Holds the memory behind `source` and `target` alive."""
+    label: str = ""
+    """What people call it, in overrides and statistics, if not by its name; ranks need not agree on that."""
+
+    @property
+    def shown(self) -> str:
+        """The name for people."""
+        return self.label or self.name
 
 
 class Plan:

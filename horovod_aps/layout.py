@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -34,6 +34,13 @@ class LayerSpec:
     dtype: int
     factor: float
     format: WireFormat
+    label: str = field(default="", compare=False)
+    """What people call it; ranks need not agree on that."""
+
+    @property
+    def shown(self) -> str:
+        """The name for people."""
+        return self.label or self.name
 
     @property
     def n_elements(self) -> int:

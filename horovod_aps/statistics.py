@@ -62,9 +62,9 @@ class Statistics:
             sums = np.zeros((len(specs), measured.shape[1]))
             np.add.at(sums, layer_of_segment, measured)
         for i, (spec, exponent) in enumerate(zip(specs, exponents.tolist())):
-            entry = self.layers.get(spec.name)
+            entry = self.layers.get(spec.shown)
             if entry is None:
-                entry = self.layers[spec.name] = LayerStatistics(str(spec.format), spec.n_elements)
+                entry = self.layers[spec.shown] = LayerStatistics(str(spec.format), spec.n_elements)
             entry.format = str(spec.format)
             entry.n_exchanges += 1
             entry.n_nonfinite += exponent == EXP_NONFINITE

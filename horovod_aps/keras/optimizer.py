@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from horovod_aps.tensorflow import APSCompressor
-from horovod_aps.tensorflow.seam import allreduce_named
+from horovod_aps.tensorflow.seam import allreduce_group
 
 MARK = "_horovod_aps_distributed"
 
@@ -93,8 +93,9 @@ class _Reducer:
         for kind, positions in dense.items():
             tensors = [results[i] for i in positions]
             if kind is None:
-                names = [self._name_of(i, grads, variables, label) for i in positions]
-                reduced = allreduce_named(self.compression, tensors, names, label, self.op,
+                known = len(variables or ()) == len(grads)  # as they are unless Keras has left some out
+                paths = [getattr(variables[i], "path", variables[i].name) for i in positions] if known else []
+                reduced = allreduce_group(self.compression, tensors, paths, label, self.op,
                                           self.prescale * self.postscale, self.process_set.process_set_id)
             else:
                 reduced = hvd.grouped_allreduce(tensors, op=self.op, compression=self.compression,
@@ -103,11 +104,6 @@ class _Reducer:
             for i, grad in zip(positions, reduced):
                 results[i] = grad
         return results
-
-    @staticmethod
-    def _name_of(i: int, grads: Sequence[Any], variables: Any, label: str) -> str:
-        """The path of a gradient's variable, such as dense/kernel, if it is known which one it belongs to."""
-        return variables[i].path if variables and len(variables) == len(grads) else f"{label}.{i}"
 
 
 def _distributed_class(base: type, reducer: _Reducer) -> type:

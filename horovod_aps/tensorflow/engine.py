@@ -55,14 +55,18 @@ class Call:
     op: int
     factor: float
     process_set_id: int
+    labels: tuple[str, ...] = ()
+    """What people call the tensors, if not by their names."""
 
     def select(self, positions: Sequence[int]) -> Call:
         """The same call for some of its tensors."""
-        return replace(self, names=tuple(self.names[i] for i in positions))
+        return replace(self, names=tuple(self.names[i] for i in positions),
+                       labels=tuple(self.labels[i] for i in positions) if self.labels else ())
 
     def gradient(self) -> Call:
         """The call that reduces the gradients of this one's results."""
-        return replace(self, names=tuple(f"{name}_grad" for name in self.names), stem=f"{self.stem}_grad")
+        return replace(self, names=tuple(f"{name}_grad" for name in self.names), stem=f"{self.stem}_grad",
+                       labels=tuple(f"{label}_grad" for label in self.labels))
 
 
 def run(call: Call, ticket: np.ndarray, arrays: Sequence[Any]) -> list[np.ndarray]:
@@ -133,7 +137,8 @@ def _aligned_like(array: np.ndarray) -> np.ndarray:
 
 
 def _layer(call: Call, position: int, shape: Any, dtype: str, source: int, target: int) -> Layer:
-    return Layer(call.names[position], shape, DTYPE_CODES[dtype], source, target, call.factor)
+    return Layer(call.names[position], shape, DTYPE_CODES[dtype], source, target, call.factor,
+                 label=call.labels[position] if call.labels else "")
 
 
 def _process_set(call: Call) -> Any:

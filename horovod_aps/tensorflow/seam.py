@@ -71,26 +71,27 @@ def _grouped_allreduce(tensors: Sequence[WireTensor], reduce_op: int, prescale_f
                        postscale_factor: float = 1.0, ignore_name_scope: bool = False, process_set_id: int = 0,
                        name: Any = None) -> list[tf.Tensor]:
     stem = name or engine.UNNAMED
-    return allreduce_named(_owner(tensors), [tensor.value for tensor in tensors], _names_in_group(tensors, stem), stem,
-                           reduce_op, prescale_factor * postscale_factor, process_set_id)
+    values = [tensor.value for tensor in tensors]
+    return allreduce_group(_owner(tensors), values, _labels(tensors, stem), stem, reduce_op,
+                           prescale_factor * postscale_factor, process_set_id)
 
 
-def allreduce_named(compressor: APSCompressor, values: list[tf.Tensor], names: Sequence[str], stem: str, op: int,
+def allreduce_group(compressor: APSCompressor, values: list[tf.Tensor], labels: Sequence[str], stem: str, op: int,
                     factor: float, process_set_id: int) -> list[tf.Tensor]:
-    """All-reduce tensors together; overrides, residuals and statistics know them by `names`, all ranks by `stem`."""
-    unique = [name if names.count(name) == 1 else f"{name}.{i}" for i, name in enumerate(names)]
-    return _reduce(engine.Call(compressor, tuple(unique), stem, op, factor, process_set_id), values)
+    """All-reduce tensors together; overrides and statistics know them by `labels`, all ranks by `stem`."""
+    unique = tuple(label if labels.count(label) == 1 else f"{label}.{i}" for i, label in enumerate(labels))
+    names = tuple(f"{stem}.{i}" for i in range(len(values)))
+    return _reduce(engine.Call(compressor, names, stem, op, factor, process_set_id, unique), values)
 
 
-def _names_in_group(tensors: Sequence[WireTensor], stem: str) -> list[str]:
-    """Names of the tensors that Horovod reduces as one group; in a graph they have the ones that they have alone.
+def _labels(tensors: Sequence[WireTensor], stem: str) -> list[str]:
+    """What people call the tensors of a group that Horovod has made up: what each would be called alone.
 
-    Horovod makes up a group's name from its first and last tensor's: a pattern would match all of them or none.
+    Horovod makes up a group's name from its first and last tensor's, so that a pattern would match all of them or none.
     """
-    if tf.executing_eagerly():
-        return [f"{stem}.{i}" for i in range(len(tensors))]
-    prefix = "HorovodAllreduce_" if stem.startswith("HorovodGroupedAllreduce_") else f"{stem}."
-    return [f"{prefix}{mpi_ops._normalize_name(tensor.name)}" for tensor in tensors]
+    if not stem.startswith("HorovodGroupedAllreduce_"):
+        return []
+    return [f"HorovodAllreduce_{mpi_ops._normalize_name(tensor.name)}" for tensor in tensors]
 
 
 @tf.experimental.dispatch_for_api(mpi_ops.MPI_LIB.horovod_reducescatter, {"tensor": WireTensor})
