@@ -55,12 +55,12 @@ def files_of(folder: Path, classes: list[str]) -> tuple[tf.Tensor, tf.Tensor]:
 
 def crop_at_random(image: tf.Tensor, side: int, seed: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
     """A crop of 8 to 100 % of the image, resized, flipped at random."""
-    boxes = tf.zeros((1, 0, 4))
+    boxes, seeds = tf.zeros((1, 0, 4)), tf.random.experimental.stateless_split(seed, 2)
     begin, size, _ = tf.image.stateless_sample_distorted_bounding_box(
-        tf.shape(image), boxes, seed, area_range=(0.08, 1.0), use_image_if_no_bounding_boxes=True
+        tf.shape(image), boxes, seeds[0], area_range=(0.08, 1.0), use_image_if_no_bounding_boxes=True
     )
     image = tf.image.resize(tf.slice(image, begin, size), (side, side))
-    return tf.image.stateless_random_flip_left_right(image, seed)
+    return tf.image.stateless_random_flip_left_right(image, seeds[1])
 
 
 def crop_middle(image: tf.Tensor, side: int) -> tf.Tensor:
@@ -121,7 +121,8 @@ def main() -> None:
     backbone = getattr(keras.applications, args.model)(
         weights=None, include_top=False, pooling="avg", input_shape=(args.image_size, args.image_size, 3)
     )
-    model = keras.Model(backbone.input, keras.layers.Dense(n_classes, dtype="float32")(backbone.output))
+    classifier = keras.layers.Dense(n_classes, dtype="float32")
+    model = training.follow_quickly(keras.Model(backbone.input, classifier(backbone.output)))
     optimizer = training.with_loss_scale(keras.optimizers.SGD(args.base_lr, momentum=args.momentum))
     # Horovod: make the optimizer distributed; this is where the gradients' format is chosen.
     compression = common.compression(args, hvd.Compression, aps.APSCompressor)

@@ -97,7 +97,7 @@ def main() -> None:
         val_data = segmentation_data.SegmentationData(args, "val")
         n_batches = len(train_data) // (args.batch_size * hvd.size())
         common.check_batches(n_batches, len(train_data), args.batch_size, hvd.size())
-    model = make_model(args, train_data.n_classes)
+    model = training.follow_quickly(make_model(args, train_data.n_classes))
     optimizer = training.with_loss_scale(keras.optimizers.SGD(args.base_lr, momentum=0.9))
     rate = tf.Variable(args.base_lr)
     compression = common.compression(args, hvd.Compression, APSCompressor)

@@ -43,6 +43,17 @@ def with_loss_scale(optimizer: Any) -> Any:
     return optimizer
 
 
+def follow_quickly(model: Any) -> Any:
+    """The model, whose batch normalisation now follows the data with momentum 0.9, as in Horovod's examples.
+
+    With Keras's 0.99 what evaluation normalises with is hundreds of steps behind the weights.
+    """
+    for layer in model.layers:
+        if isinstance(layer, keras.layers.BatchNormalization):
+            layer.momentum = 0.9
+    return model
+
+
 def variables_of(model: Any, optimizer: Any) -> list[tf.Variable]:
     """Everything that all ranks must start with, as TensorFlow's variables rather than Keras's."""
     if not optimizer.built:
