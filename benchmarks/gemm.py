@@ -1,6 +1,6 @@
 """Speed of quant_gemm, whose accumulator is rounded after every multiply-add, beside a Python loop over K.
 
-    python benchmarks/gemm.py                          # square matrices of 64, 256 and 1024; (4,3), one thread
+    python benchmarks/gemm.py                          # square matrices of 64 and 256; (4,3), one thread
     python benchmarks/gemm.py --sizes 512 --threads 2
 
 The loop does the same with torch's operations on whole matrices, K times; that both give the same bits is checked
@@ -55,10 +55,10 @@ def measure(n: int, e: int, m: int, repetitions: int) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 256, 1024], help="rows, columns and depth")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 256], help="rows, columns and depth")
     parser.add_argument("--format", type=parse_format, default=(4, 3), metavar="E,M")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--repetitions", type=int, default=20)
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)

@@ -54,9 +54,10 @@ APS_FN float aps_sim_cast(float x, CastFormat f) {
   const uint32_t odd = (kept < f.cap ? kept : f.cap) & f.odd;
   const uint32_t normal = (magnitude + f.below_half + odd) & f.keep;
   const uint32_t subnormal = aps_bits((aps_float(magnitude) + f.magic) - f.magic);
-  uint32_t out = magnitude < f.min_normal ? subnormal : normal;
-  out = out > f.max_bits ? 0x7F800000u : out;
-  out = magnitude > 0x7F800000u ? magnitude : out;
+  // Compared as signed numbers, which AVX2 does in one instruction; a NaN's `normal` may be negative, and is not taken.
+  uint32_t out = (int32_t)magnitude < (int32_t)f.min_normal ? subnormal : normal;
+  out = (int32_t)out > (int32_t)f.max_bits ? 0x7F800000u : out;
+  out = (int32_t)magnitude > 0x7F800000 ? magnitude : out;
   return aps_float(out | sign);
 }
 
@@ -70,7 +71,7 @@ APS_FN void aps_sim_fma_kahan(float a, float b, CastFormat f, float* acc, float*
   const float y = aps_sim_cast(aps_sim_cast(a * b, f) - *rest, f);
   const float t = aps_sim_cast(*acc + y, f);
   const float lost = aps_sim_cast(aps_sim_cast(t - *acc, f) - y, f);
-  *rest = (aps_bits(lost) & 0x7F800000u) == 0x7F800000u ? 0.0f : lost;
+  *rest = (int32_t)(aps_bits(lost) & 0x7FFFFFFFu) >= 0x7F800000 ? 0.0f : lost;
   *acc = t;
 }
 

@@ -15,6 +15,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import accuracy  # noqa: E402
 import accuracy_tasks  # noqa: E402
 import feedback  # noqa: E402
+import gemm  # noqa: E402
 import roundoff  # noqa: E402
 import studies  # noqa: E402
 
@@ -217,3 +218,11 @@ def test_feedback_wins_are_counted_by_seed():
     runs = [run("aps", 0, 0.1), run("aps", 1, -0.1), run("aps", 2, 0.01)]
     runs += [run("aps + feedback", 0, 0.05), run("aps + feedback", 1, 0.05), run("aps + feedback", 2, -0.02)]
     assert feedback.wins(runs, "aps", 3, 0) == (2, 3)
+
+
+def test_gemm_benchmark_agrees_before_it_times(capsys, monkeypatch):
+    assert gemm.main(["--sizes", "5", "--repetitions", "1"]) == 0
+    assert capsys.readouterr().out.count("quant_gemm, ") == 2
+    monkeypatch.setattr(gemm, "quant_gemm", lambda a, b, e, m, kahan: a @ b)
+    with pytest.raises(AssertionError, match="must agree bit for bit"):
+        gemm.main(["--sizes", "5"])
