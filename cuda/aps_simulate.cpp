@@ -50,7 +50,14 @@ MULTIVERSION static void row_kahan_kernel(const float* a, const float* b, float*
     for (int64_t k = 0; k < depth; ++k) {
       const float* row = b + k * n_cols + first;
       if (width == kColumns) {
-        for (int64_t j = 0; j < kColumns; ++j) aps_sim_fma_kahan(a[k], row[j], f, &acc[j], &rest[j]);
+        // Step by step for all columns: one column's five casts in a row would wait for each other.
+        float y[kColumns], t[kColumns];
+        for (int64_t j = 0; j < kColumns; ++j) y[j] = aps_sim_kahan_term(a[k], row[j], rest[j], f);
+        for (int64_t j = 0; j < kColumns; ++j) t[j] = aps_sim_cast(acc[j] + y[j], f);
+        for (int64_t j = 0; j < kColumns; ++j) {
+          rest[j] = aps_sim_kahan_rest(acc[j], y[j], t[j], f);
+          acc[j] = t[j];
+        }
       } else {
         for (int64_t j = 0; j < width; ++j) aps_sim_fma_kahan(a[k], row[j], f, &acc[j], &rest[j]);
       }

@@ -61,17 +61,26 @@ APS_FN float aps_sim_cast(float x, CastFormat f) {
   return aps_float(out | sign);
 }
 
-// One multiply-add of the GEMM, every operation rounded to the format; `rest` is Kahan's correction. One that is not
-// finite is dropped: with it the accumulator would go from Inf to NaN.
+// One multiply-add of the GEMM, every operation rounded to the format.
 APS_FN void aps_sim_fma(float a, float b, CastFormat f, float* acc) {
   *acc = aps_sim_cast(*acc + aps_sim_cast(a * b, f), f);
 }
 
+// The same with Kahan's correction: y = a * b - rest, t = acc + y, rest = what t has lost of y, acc = t.
+APS_FN float aps_sim_kahan_term(float a, float b, float rest, CastFormat f) {
+  return aps_sim_cast(aps_sim_cast(a * b, f) - rest, f);
+}
+
+// One that is not finite is dropped: with it the accumulator would go from Inf to NaN.
+APS_FN float aps_sim_kahan_rest(float acc, float y, float t, CastFormat f) {
+  const float lost = aps_sim_cast(aps_sim_cast(t - acc, f) - y, f);
+  return (int32_t)(aps_bits(lost) & 0x7FFFFFFFu) >= 0x7F800000 ? 0.0f : lost;
+}
+
 APS_FN void aps_sim_fma_kahan(float a, float b, CastFormat f, float* acc, float* rest) {
-  const float y = aps_sim_cast(aps_sim_cast(a * b, f) - *rest, f);
+  const float y = aps_sim_kahan_term(a, b, *rest, f);
   const float t = aps_sim_cast(*acc + y, f);
-  const float lost = aps_sim_cast(aps_sim_cast(t - *acc, f) - y, f);
-  *rest = (int32_t)(aps_bits(lost) & 0x7FFFFFFFu) >= 0x7F800000 ? 0.0f : lost;
+  *rest = aps_sim_kahan_rest(*acc, y, t, f);
   *acc = t;
 }
 
