@@ -56,17 +56,24 @@ def exponent_word(kernels: Any, data: int, n: int, dtype: int, options: Options)
     return WORD_NONFINITE if exponent == EXP_NONFINITE else exponent + WORD_OFFSET
 
 
-def option_words(options: Options) -> list[int]:
+def option_words(options: Options, factors: Sequence[float]) -> list[int]:
     """Two words to send along with the exponents: their MAX shows whether all ranks have the same options."""
-    digest = digest_words(f"{__version__} {options.fingerprint()}")[0] >> 1
+    digest = digest_words(f"{__version__} {options.fingerprint()} {list(factors)}")[0] >> 1
     return [1 + digest, DIGEST_TOP - digest]
 
 
 def check_option_words(shared: Sequence[int], options: Options) -> None:
     """Raise ValueError, on all ranks, if the MAX of all ranks' option words is that of different options."""
     if sum(shared) != 1 + DIGEST_TOP:
-        raise ValueError(f"APSCompressor: this rank has {options}, another rank has other options or another version "
-                         f"than horovod_aps {__version__}; all ranks must use the same")
+        raise ValueError(f"APSCompressor: another rank has other options, op, scale factors or version than this one "
+                         f"(e={options.e}, m={options.m}, horovod_aps {__version__}); all ranks must use the same")
+
+
+def check_transports(n_packed: int, n_present: int) -> None:
+    """Raise ValueError, on all ranks, if they do not all have the same `transport`: they would wait for each other."""
+    if 0 < n_packed < n_present:
+        raise ValueError(f'APSCompressor: option transport is "packed" on {n_packed} ranks and "allreduce" on '
+                         f"{n_present - n_packed}; all ranks must use the same options")
 
 
 def fill_carrier(kernels: Any, data: int, n: int, dtype: int, carrier: int, word: int, top: int, options: Options,

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from horovod_aps.tensorflow import APSCompressor
-from horovod_aps.tensorflow.seam import allreduce_group
+from horovod_aps.tensorflow.seam import allreduce_group, refuse_xla
 
 MARK = "_horovod_aps_distributed"
 
@@ -24,7 +24,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Works in `model.fit` and with `apply` or `apply_gradients`. Gradients are reduced before clipping and, in a
     LossScaleOptimizer, before the check for NaN and Inf, so that all ranks skip the same steps. With
-    `gradient_accumulation_steps` only the accumulated gradients are reduced.
+    `gradient_accumulation_steps` only the accumulated gradients are reduced; inside a LossScaleOptimizer those of every
+    batch, each of which must be finite on all ranks.
 
     Args:
         optimizer: any Keras optimizer; put a LossScaleOptimizer inside, never around.
@@ -38,7 +39,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if backend != "tensorflow":
         raise ValueError(f"DistributedOptimizer: Keras must use the TensorFlow backend, got {backend!r}")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise TypeError(f"DistributedOptimizer: optimizer must be a Keras 3 optimizer, got {type(optimizer).__name__}")
+        raise TypeError(f"DistributedOptimizer: optimizer must be a Keras 3 optimizer, got "
+                        f"{type(optimizer).__module__}.{type(optimizer).__name__}; for tf-keras use "
+                        f"horovod.tensorflow.keras.DistributedOptimizer")
     if op not in (hvd.Average, hvd.Sum):
         raise ValueError(f"DistributedOptimizer: op must be Average or Sum, got {op}")
     if gradient_predivide_factor != 1.0 and op != hvd.Average:
@@ -72,6 +75,7 @@ class _Reducer:
 
     def __call__(self, grads: Sequence[Any], optimizer: Any, variables: Any) -> list[Any]:
         """The reduced gradients in the same places; None stays None."""
+        refuse_xla("DistributedOptimizer")
         self.n_calls += 1
         results = list(grads)
         label = f"DistributedOptimizer.{optimizer.name}"
@@ -133,6 +137,10 @@ def _distributed_class(base: type, reducer: _Reducer) -> type:
             return super()._clip_gradients(grads)
 
     setattr(Distributed, MARK, True)
+    package, _, name = keras.saving.get_registered_name(base).rpartition(">")
+    if package:  # saved under the name of its base, which is also what loads it
+        for one in (Distributed, base):
+            keras.saving.register_keras_serializable(package, name)(one)
     for attribute in ("__name__", "__qualname__", "__module__"):
         setattr(Distributed, attribute, getattr(base, attribute))
     return Distributed

@@ -36,17 +36,17 @@ def carry(layers: Sequence[Layer], options: Options, step_number: int, process_s
     if options.rounding != "nearest":
         seed = (options.seed << 40) ^ (step_number << 16) ^ process_set.rank()
     counts = [int(np.prod(layer.shape, dtype=np.int64)) for layer in layers]
-    words = allreduce(np.array([carrier.exponent_word(kernels, layer.source, n, layer.dtype, options)
-                                for layer, n in zip(layers, counts)] + carrier.option_words(options), np.int32),
-                      mpi_ops.Max, process_set.process_set_id)
-    carrier.check_option_words(words[-2:].tolist(), options)
+    words = [carrier.exponent_word(kernels, layer.source, n, layer.dtype, options) for layer, n in zip(layers, counts)]
+    words += carrier.option_words(options, [layer.factor for layer in layers])
+    words = allreduce(np.array(words, np.int32), mpi_ops.Max, process_set.process_set_id).tolist()
+    carrier.check_option_words(words[-2:], options)
     values = np.empty(sum(counts), np.float16)
     ends = np.cumsum(counts)
-    for layer, n, end, word in zip(layers, counts, ends, words[:-2].tolist()):
+    for layer, n, end, word in zip(layers, counts, ends, words[:-2]):
         carrier.fill_carrier(kernels, layer.source, n, layer.dtype, values[end - n:end].ctypes.data, word, top, options,
                              seed)
     totals = allreduce(values, mpi_ops.Sum, process_set.process_set_id)
-    for layer, n, end, word in zip(layers, counts, ends, words[:-2].tolist()):
+    for layer, n, end, word in zip(layers, counts, ends, words[:-2]):
         power, finite = carrier.back_scale(word, top)
         # float64 holds every float16 times every power of two that occurs, so this rounds once
         scaled = np.ldexp(totals[end - n:end].astype(np.float64), power) * layer.factor

@@ -5,6 +5,7 @@ What happens to a compressed tensor is in `seam` (how Horovod reaches us) and `e
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import sys
 import threading
@@ -14,7 +15,9 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow.compression import Compressor
 
+from horovod_aps import config
 from horovod_aps.base import BaseCompressor
+from horovod_aps.log import logger
 from horovod_aps.tensorflow import seam
 
 MANY = 64  # compressors in one process, at which it looks as if one were made in every step
@@ -31,6 +34,7 @@ class APSCompressor(BaseCompressor, Compressor):
         self._n_single = 0  # tensors traced outside of groups
         self._lock = threading.Lock()
         self._links: dict[int, Any] = {}  # by process set
+        self._used = False
         seam.register(self)
         if next(_ids) % MANY == 0:
             warnings.warn(f"APSCompressor: {MANY} more were made in this process; make one before the training loop, "
@@ -54,6 +58,17 @@ class APSCompressor(BaseCompressor, Compressor):
     def decompress(self, tensor: tf.Tensor, ctx: None) -> tf.Tensor:
         """The reduced tensor, which the exchange has left in its own dtype."""
         return tensor
+
+
+@atexit.register
+def _warn_of_idle_compressors() -> None:
+    """Some of Horovod's own wrappers take a compressor and never reduce anything: that must not go unnoticed."""
+    if config.launcher_rank() == "0" and config.launcher_size() != "1":
+        for compressor in seam.compressors():
+            if not compressor._used:
+                logger.warning("%r was never used: no gradient went through it, and replicas may differ. Horovod's "
+                               "load_model on Keras 3 (use horovod_aps.keras.load_model) and its Adasum optimizer for "
+                               "tf.compat.v1 ignore compressors", compressor)
 
 
 def _refuse_stock_keras3() -> None:

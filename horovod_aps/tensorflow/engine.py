@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
+from horovod_aps.carrier import check_transports
 from horovod_aps.exchange import Exchange, Layer
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.tensorflow import devices, order
@@ -58,6 +59,11 @@ class Call:
     labels: tuple[str, ...] = ()
     """What people call the tensors, if not by their names."""
 
+    @property
+    def packed(self) -> bool:
+        """Whether it takes the exchange, not Horovod's own all-reduce."""
+        return self.compressor._options.transport == "packed"
+
     def select(self, positions: Sequence[int]) -> Call:
         """The same call for some of its tensors."""
         return replace(self, names=tuple(self.names[i] for i in positions),
@@ -83,7 +89,7 @@ def run(call: Call, ticket: np.ndarray, arrays: Sequence[Any]) -> list[np.ndarra
 def run_eagerly(call: Call, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Reduce eager tensors over all ranks without copying them."""
     with _lock:
-        ticket = allreduce(order.ticket_words(call.process_set_id), mpi_ops.Sum, call.process_set_id)
+        ticket = allreduce(order.ticket_words(call.process_set_id, call.packed), mpi_ops.Sum, call.process_set_id)
         return _reduce_tensors(call, ticket, values, devices.gpu_of(values))
 
 
@@ -96,8 +102,7 @@ def run_on_gpu(call: Call, gpu: str, ticket: tf.Tensor, values: Sequence[tf.Tens
 
 def _turn(call: Call, ticket: np.ndarray) -> AbstractContextManager[Any]:
     """What an exchange in a graph holds while it runs."""
-    packed = call.compressor._options.transport == "packed"
-    return call.compressor._lock if packed and _all_speak_mpi(ticket) else _lock
+    return call.compressor._lock if call.packed and _all_speak_mpi(ticket) else _lock
 
 
 def _all_speak_mpi(ticket: np.ndarray) -> bool:
@@ -106,7 +111,7 @@ def _all_speak_mpi(ticket: np.ndarray) -> bool:
 
 def _reduce_tensors(call: Call, ticket: np.ndarray, values: Sequence[tf.Tensor], gpu: str | None) -> list[tf.Tensor]:
     """Reduce eager tensors on the GPU, or on the host if there is none or nothing to pack."""
-    if gpu and (call.compressor._options.transport != "packed" or _process_set(call).size() == 1):
+    if gpu and (not call.packed or _process_set(call).size() == 1):
         gpu = None
     with tf.device(gpu or "/CPU:0"):
         values = [tf.identity(value) for value in values]
@@ -156,7 +161,8 @@ def _reduce(call: Call, ticket: np.ndarray, layers: list[Layer], gpu: str | None
         for layer in layers:
             array_at(layer.target, layer)[:] = array_at(layer.source, layer) * layer.factor
         return
-    if compressor._options.transport == "allreduce":
+    check_transports(int(ticket[order.PACKED]), int(ticket[order.PRESENT]))
+    if not call.packed:
         step_number = compressor._carried[call.stem] = compressor._carried.get(call.stem, -1) + 1
         carry(layers, compressor._options, step_number, process_set)
         return

@@ -8,6 +8,7 @@ no such rule: there every exchange depends on the one that was added before it.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -20,11 +21,11 @@ from tensorflow.python.eager.context import eager_mode
 
 from horovod_aps.world import mpi_usable
 
-PRESENT, NEW, SPEAKS_MPI, N_WORDS = range(4)  # the words of a ticket
+PRESENT, NEW, SPEAKS_MPI, PACKED, N_WORDS = range(5)  # the words of a ticket
 
 _variables: dict[str, tf.Variable] = {}
 _linked: set[int] = set()  # process sets to whose ranks this one has a link
-_last_in_graph: weakref.WeakKeyDictionary[tf.Graph, Any] = weakref.WeakKeyDictionary()
+LAST = "_horovod_aps_last"  # attribute of a v1 graph: the exchange that was added last, and the branch it is in
 
 
 class Sequence:
@@ -50,36 +51,41 @@ def in_sequence() -> Generator[Sequence, None, None]:
             turn.assign_add(1, read_value=False)
         return
     graph = tf.compat.v1.get_default_graph()
-    root = _root(graph)
+    root = _with_outer_graphs(graph)[-1]
     sequence = Sequence(_predecessor(root, graph))
     yield sequence
-    _last_in_graph[root] = (weakref.ref(graph), sequence.op)
+    setattr(root, LAST, (weakref.ref(graph), sequence.op))
 
 
-def ticket(process_set_id: int) -> tf.Tensor:
+def ticket(process_set_id: int, packed: bool) -> tf.Tensor:
     """What a rank says before an exchange, to be summed over all ranks.
 
     Not a constant: TensorFlow runs Horovod's ops on constants once, while optimizing.
     """
     if tf.compat.v1.executing_eagerly_outside_functions():
-        return _variable(f"ticket_{process_set_id}", ticket_words(process_set_id)).read_value()
-    words = tf.numpy_function(lambda: ticket_words(process_set_id), [], tf.int32, stateful=True)
+        return _variable(_ticket_name(process_set_id, packed), ticket_words(process_set_id, packed)).read_value()
+    words = tf.numpy_function(lambda: ticket_words(process_set_id, packed), [], tf.int32, stateful=True)
     words.set_shape([N_WORDS])
     return words
 
 
-def ticket_words(process_set_id: int) -> np.ndarray:
-    """The ticket as it is now: present, whether without a link to the others yet, and whether able to speak MPI."""
-    return np.array([1, process_set_id not in _linked, mpi_usable(mpi_ops._basics)], np.int32)
+def ticket_words(process_set_id: int, packed: bool) -> np.ndarray:
+    """The ticket as it is now: present, without a link to the others yet, able to speak MPI, transport="packed"."""
+    return np.array([1, process_set_id not in _linked, mpi_usable(mpi_ops._basics), packed], np.int32)
+
+
+def _ticket_name(process_set_id: int, packed: bool) -> str:
+    return f"ticket_{process_set_id}_{'packed' if packed else 'allreduce'}"
 
 
 def has_link(process_set_id: int) -> None:
     """Note in all tickets to come that this rank has a link to the others."""
     _linked.add(process_set_id)
-    variable = _variables.get(f"ticket_{process_set_id}")
-    if variable is not None:
-        with eager_mode():
-            variable.assign(ticket_words(process_set_id))
+    for packed in (False, True):
+        variable = _variables.get(_ticket_name(process_set_id, packed))
+        if variable is not None:
+            with eager_mode():
+                variable.assign(ticket_words(process_set_id, packed))
 
 
 def _variable(name: str, value: Any) -> tf.Variable:
@@ -90,26 +96,30 @@ def _variable(name: str, value: Any) -> tf.Variable:
     return _variables[name]
 
 
-def _root(graph: Any) -> tf.Graph:
-    while getattr(graph, "outer_graph", None) is not None:
-        graph = graph.outer_graph
-    return graph
+def _with_outer_graphs(graph: Any) -> list[Any]:
+    """A branch, the graph around it, and so on to the one around all."""
+    graphs = [graph]
+    while getattr(graphs[-1], "outer_graph", None) is not None:
+        graphs.append(graphs[-1].outer_graph)
+    return graphs
 
 
 def _predecessor(root: tf.Graph, graph: tf.Graph) -> list[Any]:
     """Something in the current graph that is ready once the previous exchange of `root` is over.
 
-    Horovod puts every all-reduce into a branch of its own `tf.cond`. From outside, such a branch is over when the
-    cond is, so that is what the next exchange waits for.
+    Horovod puts every all-reduce into a branch of its own `tf.cond`, and all of them into the branch of another one if
+    `backward_passes_per_step` is more than one. From outside, such a branch is over when the cond is, so that is what
+    the next exchange waits for, in the innermost graph that is around both.
     """
-    found = _last_in_graph.get(root)
-    if found is None:
+    last_graph, op = getattr(root, LAST, (lambda: None, None))
+    if op is None or last_graph() is None:
         return []
-    last_graph, op = found
-    if last_graph() is graph and graph is not root:
+    around = _with_outer_graphs(graph)
+    inner = list(itertools.takewhile(lambda one: one not in around, _with_outer_graphs(last_graph())))
+    if inner:
+        op = _caller(inner[-1])
+    elif last_graph() is graph and graph is not root:
         return [op]
-    if last_graph() is not root:
-        op = _caller(root, last_graph())
     else:
         op = _after_merge(op)
     if op is None:
@@ -118,13 +128,9 @@ def _predecessor(root: tf.Graph, graph: tf.Graph) -> list[Any]:
     return [tf.identity(op.outputs[0])] if op.outputs else [op]
 
 
-def _caller(root: tf.Graph, branch: Any) -> Any:
-    """The cond in `root` that runs `branch`, or a function that contains it."""
-    while branch is not None and branch.outer_graph is not root:
-        branch = branch.outer_graph
-    if branch is None:
-        return None
-    for op in reversed(root.get_operations()):
+def _caller(branch: Any) -> Any:
+    """The cond that runs a branch, in the graph around it; None while the cond is still being built."""
+    for op in reversed(branch.outer_graph.get_operations()):
         if op.type in ("If", "StatelessIf") and branch.name in (op.get_attr("then_branch").name,
                                                                  op.get_attr("else_branch").name):
             return op

@@ -55,10 +55,18 @@ def register(compressor: APSCompressor) -> None:
     _compressors[compressor._key] = compressor
 
 
+def compressors() -> list[APSCompressor]:
+    """All that are alive."""
+    return list(_compressors.values())
+
+
 @tf.experimental.dispatch_for_api(mpi_ops.MPI_LIB.horovod_allreduce, {"tensor": WireTensor})
 @do_not_convert
 def _allreduce(tensor: WireTensor, reduce_op: int, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                ignore_name_scope: bool = False, process_set_id: int = 0, name: Any = None) -> tf.Tensor:
+    if name is None and _owner([tensor])._options.error_feedback:
+        raise ValueError("APSCompressor: error_feedback must know a tensor from step to step; give hvd.allreduce "
+                         "a name")
     _advise_groups(_owner([tensor]))
     call = engine.Call(_owner([tensor]), (name or engine.UNNAMED,), name or engine.UNNAMED, reduce_op,
                        prescale_factor * postscale_factor, process_set_id)
@@ -129,6 +137,7 @@ def _reduce(call: engine.Call, values: list[tf.Tensor]) -> list[tf.Tensor]:
     if call.op not in (mpi_ops.Average, mpi_ops.Sum):
         raise ValueError(f"APSCompressor: op must be Average or Sum, got {_op_name(call.op)}; "
                          f"use hvd.Compression.none for it")
+    call.compressor._used = True
     elastic = bool(int(os.environ.get("HOROVOD_ELASTIC", "0")))
     alone = mpi_ops.size() == 1 and not elastic
     results: list[Any] = [None] * len(values)
@@ -166,15 +175,14 @@ def _differentiable(call: engine.Call, values: list[tf.Tensor]) -> Sequence[tf.T
 def _exchange(call: engine.Call, values: list[tf.Tensor]) -> list[tf.Tensor]:
     if tf.executing_eagerly():
         return engine.run_eagerly(call, values)
-    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
-        raise ValueError("APSCompressor: XLA cannot compile the exchange; use jit_compile=False around the training "
-                         "step (in Keras, model.compile(..., jit_compile=False))")
+    refuse_xla("APSCompressor")
     with tf.device("/CPU:0"):
         # Horovod's own op, which blocks no thread: nobody enters the exchange before all ranks are here, and ranks in
         # hvd.join() show.
         ticket = mpi_ops.MPI_LIB.horovod_allreduce(
-            order.ticket(call.process_set_id), reduce_op=mpi_ops.Sum, prescale_factor=1.0, postscale_factor=1.0,
-            ignore_name_scope=False, process_set_id=call.process_set_id, name=_op_label(f"{call.stem}_ticket"))
+            order.ticket(call.process_set_id, call.packed), reduce_op=mpi_ops.Sum, prescale_factor=1.0,
+            postscale_factor=1.0, ignore_name_scope=False, process_set_id=call.process_set_id,
+            name=_op_label(f"{call.stem}_ticket"))
     gpu = devices.gpu_for_graph(values)
     dtypes = [value.dtype for value in values]
     with tf.device(gpu or "/CPU:0"), order.in_sequence() as sequence:
@@ -190,6 +198,13 @@ def _exchange(call: engine.Call, values: list[tf.Tensor]) -> list[tf.Tensor]:
     for result, value in zip(results, values):
         result.set_shape(value.shape)
     return results
+
+
+def refuse_xla(who: str) -> None:
+    """Raise if the current graph is to be compiled by XLA."""
+    if not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise ValueError(f"{who}: XLA cannot compile an all-reduce; use jit_compile=False around the training step "
+                         f"(with a GPU, Keras compiles it unless told not to: model.compile(..., jit_compile=False))")
 
 
 def _op_label(name: str) -> str:

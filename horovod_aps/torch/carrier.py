@@ -49,9 +49,10 @@ class CarrierBatch:
     def submit(self, entries: Sequence[tuple[str, torch.Tensor, torch.Tensor, int, float]]) -> int:
         """Start the exponents of one tensor or group; the handle is Horovod's. CUDA tensors go by the host."""
         entries = [(name, source.cpu(), target, dtype, factor) for name, source, target, dtype, factor in entries]
+        factors = [factor for *_, factor in entries]
         words = torch.tensor([carrier.exponent_word(self._kernels, source.data_ptr(), source.numel(), dtype,
                                                     self.options)
-                              for _, source, _, dtype, _ in entries] + carrier.option_words(self.options),
+                              for _, source, _, dtype, _ in entries] + carrier.option_words(self.options, factors),
                              dtype=torch.int32)
         handle: int = mpi_ops.mpi_lib.horovod_torch_allreduce_async_torch_IntTensor(
             words, words, 1, f"{self._name}.exponent.{entries[0][0]}".encode(), mpi_ops.Max, 1.0, 1.0,

@@ -11,9 +11,11 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.compression import Compressor
 
+from horovod_aps import carrier
 from horovod_aps.base import BaseCompressor
 from horovod_aps.exchange import Exchange, Layer
 from horovod_aps.kernels import CpuKernels
+from horovod_aps.options import Options
 from horovod_aps.torch import seam
 from horovod_aps.torch.carrier import CarrierBatch
 from horovod_aps.torch.horovod_transport import HorovodTransport
@@ -135,6 +137,9 @@ class APSCompressor(BaseCompressor, Compressor):
         """What the exchange must know of a tensor, whose context learns where its result will be."""
         context: _Context = tensor.aps_context
         if name is None:
+            if self._options.error_feedback:
+                raise ValueError("APSCompressor: error_feedback must know a tensor from step to step; give "
+                                 "hvd.allreduce a name")
             name = f"noname.{batch.n_unnamed}"
             batch.n_unnamed += 1
         staged = context.staged
@@ -175,6 +180,8 @@ class APSCompressor(BaseCompressor, Compressor):
         world = mpi_ops._handle_map  # hvd.init() makes a new one: another world
         key = (process_set_id, device)
         batch = self._batches.get(key)
+        if batch is None or batch.world is not world:
+            _check_transports(self._name, self._options, process_set_of(mpi_ops._basics, process_set_id))
         if batch is None or batch.flushed or batch.world is not world:
             same_world = batch is not None and batch.world is world  # a worker that joined starts from 0 as well
             batch = _Batch(batch.number + 1 if same_world and batch is not None else 0, world, device)
@@ -192,11 +199,11 @@ class APSCompressor(BaseCompressor, Compressor):
         process_set = process_set_of(mpi_ops._basics, process_set_id)
         if known is not None and known.size == process_set.size() and known.options is self._options:
             return known
-        carrier = self._carriers[process_set_id] = CarrierBatch(f"{self._name}.{process_set_id}", process_set,
-                                                                self._options)
-        if known is not None and known.size == carrier.size:  # after set_format
-            carrier.step_number = known.step_number
-        return carrier
+        new = CarrierBatch(f"{self._name}.{process_set_id}", process_set, self._options)
+        if known is not None and known.size == new.size:  # after set_format
+            new.step_number = known.step_number
+        self._carriers[process_set_id] = new
+        return new
 
     def _exchange(self, process_set_id: int, device: torch.device) -> Exchange:
         if self._world is not mpi_ops._handle_map:
@@ -264,6 +271,15 @@ def _all_speak_mpi(name: str, process_set: Any) -> bool:
     n_present, total = mpi_ops.synchronize(handle).tolist()
     _check_all_present(n_present, process_set.size())
     return total == n_present
+
+
+def _check_transports(name: str, options: Options, process_set: Any) -> None:
+    """At the first tensor in a world: ranks with different transports would wait for each other for ever."""
+    words = torch.tensor([1, options.transport == "packed"], dtype=torch.int32)
+    handle = mpi_ops.allreduce_async_(words, op=mpi_ops.Sum, process_set=process_set,
+                                      name=f"{name}.transport.{process_set.process_set_id}")
+    n_present, n_packed = mpi_ops.synchronize(handle).tolist()
+    carrier.check_transports(n_packed, n_present)
 
 
 def _check_all_present(n_present: int, size: int) -> None:

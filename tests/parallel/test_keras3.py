@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 
@@ -23,6 +24,8 @@ from horovod_aps.keras import (
     MetricAverageCallback,
     load_model,
 )
+
+from horovod_aps.tensorflow.compressor import _warn_of_idle_compressors
 
 hvd.init()
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -95,8 +98,8 @@ def test_fit_reduces_and_keeps_replicas_identical(compression):
 
 
 def test_gradient_accumulation_reduces_once_per_update():
-    """Oracle: bytes counted by the compressor, and equal replicas."""
-    compressor = APSCompressor(4, 3)
+    """Oracle: the count of exchanges, and one rank alone with the batches of all ranks and steps at once."""
+    compressor = APSCompressor(5, 10)
     model = make_model()
     optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=4, clipnorm=1.0), compressor)
     model.compile(optimizer, loss=LOSS)
@@ -104,6 +107,13 @@ def test_gradient_accumulation_reduces_once_per_update():
     model.fit(x[:256], y[:256], batch_size=32, verbose=0)
     layers = compressor.stats()["layers"].values()
     assert {layer["n_exchanges"] for layer in layers} == {2} and replicas_equal(model.weights)
+    alone = make_model()
+    alone.compile(keras.optimizers.SGD(0.1, clipnorm=1.0), loss=LOSS)
+    everyone = [hvd.allgather(tf.constant(part[None, :256])).numpy() for part in (x, y)]
+    for start in (0, 128):
+        alone.train_on_batch(*(part[:, start:start + 128].reshape(-1, *part.shape[2:]) for part in everyone))
+    for weight, wanted in zip(model.get_weights(), alone.get_weights()):
+        np.testing.assert_allclose(weight, wanted, atol=1e-4)
 
 
 def test_gradient_accumulation_eagerly():
@@ -166,8 +176,74 @@ def test_embedding(sparse_as_dense):
     model.compile(DistributedOptimizer(keras.optimizers.SGD(0.1), APSCompressor(4, 3), sparse_as_dense=sparse_as_dense),
                   loss="mse")
     x = np.random.default_rng(hvd.rank()).integers(0, 20, (32, 3))
+    model.build(x.shape)
+    before = model.get_weights()
     model.fit(x, x.sum(1, keepdims=True).astype(np.float32), batch_size=16, verbose=0)
     assert replicas_equal(model.weights)
+    assert all((weight != old).any() for weight, old in zip(model.get_weights(), before))
+
+
+def test_broadcast_comes_before_ranks_part():
+    """Rank 0 has restored its optimizer in the middle of an accumulation: the others must join it there."""
+    model = make_model(seed=hvd.rank())
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)
+    model.compile(DistributedOptimizer(optimizer, APSCompressor(4, 3)), loss=LOSS)
+    optimizer.build(model.trainable_variables)
+    if hvd.rank() == 0:
+        optimizer.iterations.assign(3)
+    x, y, _, _ = digits(0)
+    model.fit(x[:64], y[:64], batch_size=16, verbose=0, callbacks=[BroadcastGlobalVariablesCallback(0)])
+    assert int(optimizer.iterations) == 7 and replicas_equal(model.weights)
+
+
+def test_warmup_must_know_the_length_of_an_epoch():
+    """Oracle: the line from initial_lr / size to initial_lr, by hand."""
+    model = make_model()
+    model.compile(keras.optimizers.SGD(9.0), loss=LOSS)
+    callback = LearningRateWarmupCallback(0.4, warmup_epochs=2)
+    callback.set_model(model)
+    callback.set_params({"steps": None})
+    with pytest.raises(ValueError, match="give steps_per_epoch"):
+        callback.on_train_batch_begin(0)
+    callback.steps_per_epoch = 4
+    rates = []
+    for epoch in range(2):
+        callback.on_epoch_begin(epoch)
+        for batch in range(6):  # more than was said
+            callback.on_train_batch_begin(batch)
+            rates.append(float(model.optimizer.learning_rate))
+    first = 0.4 / hvd.size()
+    line = [first + (0.4 - first) * min(1.0, (4 * epoch + batch + 1) / 8) for epoch in range(2) for batch in range(6)]
+    np.testing.assert_allclose(rates, line, rtol=1e-6)
+
+
+@pytest.mark.parametrize("compression", [None, APSCompressor(4, 3)], ids=["none", "aps"])
+def test_xla_is_refused(compression):
+    model = make_model()
+    model.compile(DistributedOptimizer(keras.optimizers.SGD(0.1), compression), loss=LOSS, jit_compile=True)
+    with pytest.raises(ValueError, match="XLA cannot compile an all-reduce.*jit_compile=False"):
+        fit(model)
+
+
+def test_unused_compressor_is_named_at_exit(caplog, monkeypatch):
+    """As after Horovod's own load_model on Keras 3, which builds an optimizer that reduces nothing."""
+    monkeypatch.setattr(logging.getLogger("horovod_aps"), "propagate", True)
+    idle, busy = APSCompressor(2, 1), APSCompressor(2, 2)
+    hvd.allreduce(tf.ones(3), compression=busy)
+    _warn_of_idle_compressors()
+    text = "".join(record.getMessage() for record in caplog.records)
+    assert (f"{idle!r} was never used" in text) == (hvd.rank() == 0) and f"{busy!r}" not in text
+
+
+def test_registered_optimizer_is_saved_under_its_own_name():
+    @keras.saving.register_keras_serializable("mine")
+    class Slow(keras.optimizers.SGD):
+        pass
+
+    optimizer = DistributedOptimizer(Slow(0.1), APSCompressor(4, 3))
+    saved = keras.saving.serialize_keras_object(optimizer)
+    assert saved["registered_name"] == "mine>Slow"
+    assert type(keras.saving.deserialize_keras_object(saved)) is Slow
 
 
 def test_broadcast_metrics_and_warmup_callbacks():

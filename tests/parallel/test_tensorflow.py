@@ -7,7 +7,9 @@ that needed a second one would hang.
 
 from __future__ import annotations
 
+import gc
 import pickle
+import weakref
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -404,6 +406,24 @@ def test_overrides_know_layers_of_a_graph_by_their_names(groups):
                for layer, fmt in found.items() for name in names if name in layer)
 
 
+@MODES
+@pytest.mark.parametrize("what", ["transport", "op"])
+def test_disagreement_with_the_allreduce_transport(what, graph):
+    """Where Horovod's own all-reduce adds, which would not notice, or would wait for ever."""
+    odd = hvd.rank() == hvd.size() - 1
+    compressor = APSCompressor(4, 3, transport="packed" if odd and what == "transport" else "allreduce")
+    op = hvd.Sum if odd and what == "op" else hvd.Average
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="all ranks must use the same"):
+        run(lambda: hvd.allreduce(tf.ones([5]), compression=compressor, op=op), graph)
+    assert (hvd.allreduce(tf.ones([7]), compression=APSCompressor(4, 3)).numpy() == 1).all()
+
+
+def test_error_feedback_wants_names():
+    """Two tensors without a name would get each other's residuals."""
+    with pytest.raises(ValueError, match="error_feedback must know"):
+        hvd.allreduce(tf.ones([5]), compression=APSCompressor(3, 0, error_feedback=True))
+
+
 @pytest.mark.parametrize("transport", ["packed", "allreduce"])
 def test_set_format_between_steps(transport):
     """Oracle: a compressor that had the new format from the start; a rank that is left behind is an error on all."""
@@ -435,26 +455,40 @@ def test_join():
     hvd.join()
 
 
-@pytest.mark.parametrize("groups", [None, 2])
-def test_v1_optimizer_in_a_session(groups):
+@pytest.mark.parametrize("groups, passes", [(None, 1), (2, 1), (None, 2), (1, 2)])
+def test_v1_optimizer_in_a_session(groups, passes):
     """Oracle: gradient descent on w^2 by hand; (5, 10) is exact to 0.1 %."""
     with tf.Graph().as_default() as graph:
         start = [np.random.default_rng(i).standard_normal(5 + i).astype(np.float32) for i in range(4)]
         w = [tf.compat.v1.get_variable(f"w{i}", initializer=v) for i, v in enumerate(start)]
         loss = sum(tf.reduce_sum(v * v * (hvd.rank() + 1.0)) for v in w)
         optimizer = hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.01), groups=groups,
-                                             compression=APSCompressor(5, 10), op=hvd.Sum)
+                                             compression=APSCompressor(5, 10), op=hvd.Sum,
+                                             backward_passes_per_step=passes)
         step = optimizer.minimize(loss)
         conds = [op for op in graph.get_operations() if op.type in ("If", "StatelessIf")]
-        for earlier, later in zip(conds, conds[1:]):  # the order is in the graph, not left to the scheduler
+        for earlier, later in zip(conds, conds[1:] if passes == 1 else []):  # the order is in the graph, not left to the scheduler
             assert any(tensor.op is earlier for tensor in later.inputs)
         with tf.compat.v1.Session() as session:
-            session.run(tf.compat.v1.global_variables_initializer())
+            session.run([tf.compat.v1.global_variables_initializer(), tf.compat.v1.local_variables_initializer()])
             for _ in range(10):
                 session.run(step)
-            rate = 1 - 0.02 * sum(range(1, hvd.size() + 1))
+            rate = 1 - 0.02 * passes * sum(range(1, hvd.size() + 1))
             for v, first in zip(session.run(w), start):
-                np.testing.assert_allclose(v, first * rate**10, rtol=2e-2, atol=1e-3)
+                np.testing.assert_allclose(v, first * rate ** (10 // passes), rtol=2e-2, atol=1e-3)
+
+
+def test_v1_graphs_are_freed():
+    def build():
+        with tf.Graph().as_default() as graph:
+            tensors = [tf.compat.v1.placeholder(tf.float32, [3]) for _ in range(2)]
+            for tensor in tensors:
+                hvd.allreduce(tensor, compression=APSCompressor(4, 3))
+            return weakref.ref(graph)
+
+    graph = build()
+    gc.collect()
+    assert graph() is None
 
 
 def test_many_tensors_without_groups_are_warned_about():

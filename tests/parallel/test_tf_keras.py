@@ -65,7 +65,7 @@ def test_backward_passes_per_step():
 
 def test_adasum_is_refused():
     with pytest.raises(ValueError, match="only supports Average and Sum"):
-        hvd.DistributedOptimizer(tf.keras.optimizers.SGD(), compression=APSCompressor(4, 3), op="Adasum")
+        hvd.DistributedOptimizer(tf.keras.optimizers.SGD(), compression=APSCompressor(4, 3), op=hvd.Adasum)
 
 
 def test_digits_accuracy():

@@ -216,6 +216,24 @@ def test_disagreement_after_agreement():
         assert all(torch.all(x == 1) for x in results)
 
 
+@pytest.mark.parametrize("what", ["transport", "op"])
+def test_disagreement_with_the_allreduce_transport(what):
+    """As above, where Horovod's own all-reduce adds, which would not notice, or would wait for ever."""
+    odd = hvd.rank() == hvd.size() - 1
+    compressor = APSCompressor(4, 3, transport="packed" if odd and what == "transport" else "allreduce")
+    with pytest.raises(ValueError, match="all ranks must use the same"):
+        hvd.allreduce(torch.ones(5), name="odd", compression=compressor,
+                      op=hvd.Sum if odd and what == "op" else hvd.Average)
+    assert torch.all(hvd.allreduce(torch.ones(7), name="fresh", compression=APSCompressor(4, 3)) == 1)
+
+
+def test_error_feedback_wants_names():
+    """Two tensors without a name would get each other's residuals."""
+    with pytest.raises(ValueError, match=r"error_feedback must know.*give hvd.allreduce a name"):
+        hvd.allreduce(torch.ones(5), compression=APSCompressor(3, 0, error_feedback=True))
+    assert torch.all(hvd.allreduce(torch.ones(7), compression=APSCompressor(4, 3)) == 1)
+
+
 @pytest.mark.parametrize("transport", ["packed", "allreduce"])
 def test_set_format_between_steps(transport):
     """Oracle: a compressor that had the new format from the start; a rank that is left behind is an error on all."""
