@@ -39,9 +39,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if backend != "tensorflow":
         raise ValueError(f"DistributedOptimizer: Keras must use the TensorFlow backend, got {backend!r}")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise TypeError(f"DistributedOptimizer: optimizer must be a Keras 3 optimizer, got "
-                        f"{type(optimizer).__module__}.{type(optimizer).__name__}; for tf-keras use "
-                        f"horovod.tensorflow.keras.DistributedOptimizer")
+        raise TypeError(f"DistributedOptimizer: optimizer must be a Keras 3 optimizer, got {type(optimizer).__name__}; "
+                        f"for one of tf-keras use horovod.tensorflow.keras.DistributedOptimizer")
     if op not in (hvd.Average, hvd.Sum):
         raise ValueError(f"DistributedOptimizer: op must be Average or Sum, got {op}")
     if gradient_predivide_factor != 1.0 and op != hvd.Average:

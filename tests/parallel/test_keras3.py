@@ -24,7 +24,6 @@ from horovod_aps.keras import (
     MetricAverageCallback,
     load_model,
 )
-
 from horovod_aps.tensorflow.compressor import _warn_of_idle_compressors
 
 hvd.init()
@@ -104,7 +103,7 @@ def test_gradient_accumulation_reduces_once_per_update():
     optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=4, clipnorm=1.0), compressor)
     model.compile(optimizer, loss=LOSS)
     x, y, _, _ = digits(0)
-    model.fit(x[:256], y[:256], batch_size=32, verbose=0)
+    model.fit(x[:256], y[:256], batch_size=32, verbose=0, shuffle=False)
     layers = compressor.stats()["layers"].values()
     assert {layer["n_exchanges"] for layer in layers} == {2} and replicas_equal(model.weights)
     alone = make_model()
@@ -152,13 +151,6 @@ def test_loss_scaling_around_is_refused():
         outer.apply([tf.ones(5)], [variable])
 
 
-def test_xla_is_refused():
-    model = make_model()
-    model.compile(DistributedOptimizer(keras.optimizers.SGD(0.1), APSCompressor(4, 3)), loss=LOSS, jit_compile=True)
-    with pytest.raises(ValueError, match="XLA cannot compile the exchange"):
-        fit(model)
-
-
 def test_wrong_use_is_refused():
     with pytest.raises(ValueError, match="op must be Average or Sum"):
         DistributedOptimizer(keras.optimizers.SGD(), op=hvd.Adasum)
@@ -190,10 +182,10 @@ def test_broadcast_comes_before_ranks_part():
     model.compile(DistributedOptimizer(optimizer, APSCompressor(4, 3)), loss=LOSS)
     optimizer.build(model.trainable_variables)
     if hvd.rank() == 0:
-        optimizer.iterations.assign(3)
+        optimizer._iterations.assign(3)
     x, y, _, _ = digits(0)
     model.fit(x[:64], y[:64], batch_size=16, verbose=0, callbacks=[BroadcastGlobalVariablesCallback(0)])
-    assert int(optimizer.iterations) == 7 and replicas_equal(model.weights)
+    assert int(optimizer._iterations.value) == 7 and replicas_equal(model.weights)
 
 
 def test_warmup_must_know_the_length_of_an_epoch():
