@@ -132,7 +132,7 @@ def main() -> int:
     print(
         f"\n{table(results)}\n\nbytes/step: {counted}.\nEF is error feedback. Accuracy is of one seed on 360 "
         f"test images: its standard error is about one point.\nms/step is a median. Both ranks compute on this "
-        f"machine, and this small net is bound by that: it gains less time than bytes.\nPlot: "
+        f"machine, which takes as long in every row, so time falls less than bytes.\nPlot: "
         f"{args.out / 'demo.png'}   Report of APS (4,3), layer by layer: {args.out / 'demo_report.html'}"
     )
     return 0 if all(row["identical"] for row in results) else 1
