@@ -238,6 +238,24 @@ def test_commands_of_horovod_aps_parse() -> None:
             assert done.code == 0, f"{where}: horovod-aps {' '.join(words)}"
 
 
+def test_demo_table_is_the_demos() -> None:
+    """README's table has the demo's rows and columns, and no row pays for statistics that the others do not have."""
+    page = (ROOT / "README.md").read_text()
+    section = page[page.index("### The demo") : page.index("### Speed and bytes")]
+    header, _, *rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
+    source = (ROOT / "examples" / "demo_worker.py").read_text()
+    formats = next(
+        node.value
+        for node in ast.parse(source).body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "FORMATS"
+    )
+    assert isinstance(formats, ast.Dict)
+    names = [ast.literal_eval(key).replace("+ EF", "with error feedback") for key in formats.keys if key]
+    assert [row[0] for row in rows] == names
+    assert header == ["gradients", "test accuracy", "bytes per step", "of fp32's", "ms per step", "replicas identical"]
+    assert "stats" not in ast.unparse(formats)
+
+
 def test_settings_exist() -> None:
     known = set(re.findall(r"HOROVOD_APS_\w+", Path(config.__file__).read_text()))
     known |= set(re.findall(r"HOROVOD_APS_\w+", (ROOT / "scripts" / "setup.sh").read_text()))
