@@ -18,7 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from horovod_aps import doctor
+from horovod_aps import doctor, kernels
 
 ROOT = Path(__file__).parents[2]
 ROUND_TRIP = """
@@ -191,6 +191,26 @@ def test_packaging_setup_names_what_is_missing(there: list[str], root: bool, nam
         assert f"setup: going on without {named}" in done.stdout and (tmp_path / "asked").exists()
     else:
         assert f"sudo apt-get install {named}\n" in done.stderr and not (tmp_path / "asked").exists()
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_packaging_schemas_are_defined_only_where_operators_do_not_load(loads: bool, tmp_path: Path) -> None:
+    """A stand-in for torchvision whose library loads, as beside the CUDA build of torch, or does not."""
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").touch()
+    library = tmp_path / "torchvision" / "_C.so"
+    if loads:
+        shutil.copy(kernels.library()._name, library)  # any library that needs nothing
+    else:
+        library.write_text("not a library")
+    code = ("import sys; sys.path[:0] = sys.argv[1:]\n"
+            "import torchvision_schemas, torchvision, torch\n"
+            "assert torchvision.__file__.startswith(sys.argv[1]), torchvision.__file__\n"
+            "print([hasattr(torch.ops.torchvision, name) for name in ('nms', 'qnms')])\n")
+    # -I -S: not the module that make setup has put into this environment
+    packages = str(Path(pytest.__file__).parents[1])
+    out = run(sys.executable, "-I", "-S", "-c", code, str(tmp_path), str(ROOT / "scripts"), packages, cwd=tmp_path)
+    assert out.strip() == str([not loads] * 2)
 
 
 def test_packaging_import_loads_neither_a_framework_nor_numpy() -> None:
