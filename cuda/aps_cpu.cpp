@@ -295,12 +295,32 @@ int64_t aps_reduce_segments(ApsSegment* s, int64_t n_segs, Inputs in, int n_in, 
     return 0;
 }
 
+// Whether float32 holds every value of a segment's codes in true units.
+static bool is_float_exact(const ApsSegment& s, ApsFormat f) {
+    if (s.flags & APS_RAW || s.exponent == APS_EXP_ZERO || s.exponent == APS_EXP_NONFINITE) return false;
+    return aps_decode_plan(f, s.exponent, 1.0f, APS_F32, 1, APS_SUM_FLOAT).fast;
+}
+
 int64_t aps_residual_segments(ApsSegment* s, int64_t n_segs, const uint8_t* message, int64_t length) {
     int64_t bad = check(s, n_segs, true, length);
     if (bad) return bad;
+    const CpuKernels& kernel = active();
     for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end, int) {
         ApsFormat f = aps_segment_format(s[k]);
         void* data = (void*)s[k].data;
+        if (s[k].dtype == APS_F32 && is_float_exact(s[k], f)) {  // error feedback keeps float32: the same bits, faster
+            enum { CHUNK = 1024 };
+            float decoded[CHUNK], *x = (float*)data;
+            ApsSegment own = s[k];
+            own.factor = 1.0f;
+            for (int64_t i = begin; i < end; i += CHUNK) {
+                int64_t n = end - i < CHUNK ? end - i : CHUNK;
+                own.data = (uint64_t)decoded - 4 * (uint64_t)i;
+                kernel.decode(own, &message, 1, APS_SUM_FLOAT, i, i + n);
+                for (int64_t j = 0; j < n; ++j) x[i + j] = (float)((double)x[i + j] - (double)decoded[j] + 0.0);  // no -0
+            }
+            return;
+        }
         for (int64_t i = begin; i < end; ++i) {
             uint32_t code = aps_get(message + s[k].offset, i, f.width);
             aps_store(data, s[k].dtype, i, aps_residual(aps_load(data, s[k].dtype, i), code, s[k], f));
@@ -315,6 +335,11 @@ int64_t aps_add_segments(ApsSegment* s, int64_t n_segs, const uint64_t* targets)
     if (bad) return bad;
     for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end, int) {
         float* kept = (float*)targets[k];
+        if (s[k].dtype == APS_F32) {  // the same bits, faster
+            const float* x = (const float*)s[k].data;
+            for (int64_t i = begin; i < end; ++i) kept[i] = (float)((double)kept[i] + (double)x[i]);
+            return;
+        }
         for (int64_t i = begin; i < end; ++i) kept[i] = aps_add_error(kept[i], aps_load((const void*)s[k].data, s[k].dtype, i), s[k].dtype);
     });
     return 0;

@@ -6,10 +6,13 @@ order that ranks must agree on, so buckets can overtake each other and start in 
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from horovod.common.exceptions import HorovodInternalError
 
 TAG_ALLTOALL, TAG_ALLGATHER, N_TAGS = 0, 1, 2
 MAX_TAG = 1 << 15  # what every MPI can count to
@@ -17,6 +20,20 @@ MAX_MESSAGE = 1 << 30  # bytes; MPI counts are int32
 # Between hosts in pieces that Open MPI sends at once. Of a longer message it sends the rest only when the receiver has
 # answered, and while Horovod's thread is in MPI as well, that answer waits behind the data of the other direction.
 MAX_EAGER = 60 << 10
+FAREWELL_SECONDS = 10.0  # a rank that has failed must not wait long for those that wait for it
+_communicators: list[Any] = []
+
+
+def _take_leave() -> None:
+    """Wait for the last exchanges of the others: Horovod ends MPI on all ranks as soon as the first one leaves."""
+    from mpi4py import MPI
+
+    if MPI.Is_finalized():
+        return
+    requests = [communicator.Ibarrier() for communicator in _communicators]
+    deadline = time.monotonic() + FAREWELL_SECONDS
+    while not MPI.Request.Testall(requests) and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 class _MpiRequest:
@@ -28,6 +45,8 @@ class _MpiRequest:
     def done(self) -> bool:
         from mpi4py import MPI
 
+        if self._requests and MPI.Is_finalized():
+            raise HorovodInternalError("Horovod has been shut down on another rank in the middle of an exchange")
         if self._requests and not MPI.Request.Testall(self._requests):
             return False
         self._requests, self._buffers = [], None
@@ -49,6 +68,9 @@ class MpiTransport:
         self._mpi = MPI
         world = MPI.COMM_WORLD
         self._comm = world.Create_group(world.group.Incl(list(ranks)), tag=tag % MAX_TAG)
+        if not _communicators:
+            atexit.register(_take_leave)  # after Horovod has registered its own end, so that it comes before it
+        _communicators.append(self._comm)
         self.rank, self.size = self._comm.rank, self._comm.size
         near = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
         places = MPI.Group.Translate_ranks(self._comm.group, list(range(self.size)), near.group)

@@ -3,7 +3,8 @@
     python tests/example_runner.py plan.json results-folder
 
 The plan is a list of {"script": path, "arguments": [...]}. Every script runs as `__main__`; what it printed, its
-exit code, a digest of its model's weights and the number of pixels that it evaluated go to <folder>/rank<r>.json.
+exit code, a digest of its model's weights, the momenta of Keras's batch normalisation and the number of pixels that
+it evaluated go to <folder>/rank<r>.json.
 One process for many scripts, because importing the frameworks and launching the ranks take most of the time.
 """
 
@@ -44,7 +45,10 @@ def run(script: Path, arguments: list[str]) -> dict[str, Any]:
     seen: dict[str, Any] = {}
 
     def finish_and_look(*rest: Any) -> None:
-        seen["digest"] = digest(sys._getframe(1).f_locals["model"])  # every example's main() has one
+        model = sys._getframe(1).f_locals["model"]  # every example's main() has one
+        layers = getattr(model, "layers", [])
+        seen["digest"] = digest(model)
+        seen["momenta"] = sorted({layer.momentum for layer in layers if hasattr(layer, "momentum")})
         finish(*rest)
 
     def mean_iou_and_look(matrix: Any) -> float:

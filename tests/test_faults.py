@@ -23,7 +23,7 @@ import pytest
 from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
 from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
 from horovod.runner.http.http_server import RendezvousServer
-from test_parallel import ENVIRONMENT, ROOT, launcher
+from test_parallel import ENVIRONMENT, ROOT, launcher, run
 
 sys.path.insert(0, str(ROOT / "tests" / "workers"))
 import fault_worker  # noqa: E402
@@ -190,3 +190,10 @@ def test_ctrl_c_on_mpirun(tmp_path):
         ranks.wait_for("trained0")
         os.kill(ranks.pids[0], signal.SIGINT)
         assert ranks.ends()[0] != 0
+
+
+def test_slow_rank_ends_its_last_exchange():
+    """Horovod ends MPI everywhere when the first rank leaves; the others must have what they wait for by then."""
+    worker = Path(fault_worker.__file__).with_name("last_exchange_worker.py")
+    code, output = run([*launcher("mpirun", 2), sys.executable, str(worker)], 120, {})
+    assert code == 0 and "SAVED" in output, output

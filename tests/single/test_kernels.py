@@ -6,8 +6,10 @@ value, and sums in float32 where the contract says float32.
 
 import numpy as np
 import pytest
+import reference
 
 from horovod_aps import kernels as K
+from horovod_aps.formats import FloatFormat
 
 FORMATS = [
     (4, 3, 1), (5, 2, 1), (5, 2, 0), (3, 0, 1), (3, 0, 0), (3, 2, 0), (2, 1, 0), (1, 2, 1), (1, 6, 0),
@@ -418,6 +420,33 @@ def test_kernels_residual_add_and_measure_close_the_loop() -> None:
     kept += 1
     CPU.add(segs, np.array([CPU.address(kept)], dtype=np.uint64))
     np.testing.assert_array_equal(kept, 1 + x)
+
+
+@pytest.mark.parametrize("fmt", [(4, 3, 1), (3, 0, 1), (5, 10, 0), (2, 2, 0), (1, 0, 0), (8, 7, 1)], ids=str)
+def test_kernels_residual_and_add_round_once_at_any_scale(fmt: tuple[int, int, int]) -> None:
+    """From subnormal to the largest floats, also where float32 does not hold what was sent. Oracle: float64."""
+    rng = np.random.default_rng(8)
+    wanted_format = FloatFormat(fmt[0], fmt[1], specials=bool(fmt[2]))
+    for power in (-149, -140, -127, -126, -100, -20, 0, 60, 100, 126, 127):
+        with np.errstate(over="ignore", under="ignore"):
+            x = np.ldexp(rng.uniform(-1.99, 1.99, 3001), power + rng.integers(-12, 1, 3001)).astype(np.float32)
+        x[:4] = (0.0, -0.0, np.float32(2.0) ** max(power, -149), -np.finfo(np.float32).smallest_subnormal)
+        segs, before = table_of([x], fmt), x.copy()
+        CPU.scan(segs)
+        exponent = int(segs["exponent"][0])
+        message = message_of(segs)
+        CPU.encode(segs, message)
+        sent = reference.true_value(reference.quantize_scaled(x, exponent, wanted_format), exponent, wanted_format)
+        CPU.residual(segs, message)
+        with np.errstate(over="ignore", under="ignore"):
+            wanted = (before.astype(np.float64) - sent + 0.0).astype(np.float32)
+        np.testing.assert_array_equal(x.view(np.uint32), wanted.view(np.uint32), f"2^{power}")
+        kept = CPU.zeros(x.size)
+        kept[:] = before
+        CPU.add(segs, np.array([CPU.address(kept)], dtype=np.uint64))
+        with np.errstate(over="ignore", under="ignore"):
+            wanted = (before.astype(np.float64) + x).astype(np.float32)
+        np.testing.assert_array_equal(kept.view(np.uint32), wanted.view(np.uint32), f"2^{power}")
 
 
 def test_kernels_alloc_is_aligned_and_zero() -> None:
