@@ -32,11 +32,13 @@ def cases(n: int) -> list[tuple[str, float, Callable[[], object]]]:
     rng = np.random.default_rng(0)
     cpu = K.CpuKernels()
     x, y = rng.standard_normal(n, dtype=np.float32), np.ones(n, dtype=np.float32)
+    kept = x.copy()
     memcpy = ctypes.memmove
     result: list[tuple[str, float, Callable[[], object]]] = [
         ("memcpy", 8.0 * n, lambda: memcpy(y.ctypes.data, x.ctypes.data, 4 * n))
     ]
     result.append(("scan", 4.0 * n, lambda: cpu.scan(bucket(x, 4, 3))))
+    result.append(("add", 12.0 * n, lambda: cpu.add(bucket(x, 4, 3), np.array([kept.ctypes.data], np.uint64))))
     for exp_bits, man_bits in FORMATS:
         packed = n * (1 + exp_bits + man_bits) / 8
         one, two = (cpu.alloc(int(packed) + 8) for _ in range(2))
@@ -48,10 +50,13 @@ def cases(n: int) -> list[tuple[str, float, Callable[[], object]]]:
         cpu.encode(segs, two)
         target = segs.copy()
         target["data"] = y.ctypes.data
+        loss = segs.copy()
+        loss["data"] = kept.ctypes.data
         name = f"({exp_bits},{man_bits})"
         result += [
             (f"encode {name}", 4.0 * n + packed, lambda s=segs, m=one: cpu.encode(s, m)),
             (f"encode stochastic {name}", 4.0 * n + packed, lambda s=segs, m=out: cpu.encode(s, m, 1)),
+            (f"residual {name}", 8.0 * n + packed, lambda s=loss, a=one, alive=kept: cpu.residual(s, a)),
             (f"decode 1 {name}", 4.0 * n + packed, lambda s=target, a=one: cpu.decode(s, [a])),
             (f"decode 2 {name}", 4.0 * n + 2 * packed, lambda s=target, a=one, b=two: cpu.decode(s, [a, b])),
             (
