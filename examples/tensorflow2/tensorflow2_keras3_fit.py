@@ -82,6 +82,7 @@ def main() -> None:
         optimizer=optimizer,
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
+        jit_compile=False,  # XLA cannot compile an all-reduce
     )
     # Horovod: start all ranks alike. Without checkpoints, aps.BroadcastGlobalVariablesCallback(0) does it.
     checkpoints = training.Checkpoints(args, model, optimizer, compression)
