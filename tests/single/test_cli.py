@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -191,6 +192,19 @@ def test_predict_check_knows_that_hosts_share_cores(capsys, tmp_path):
     (tmp_path / "r.json").write_text(json.dumps(document))
     assert cli.main(["predict", "--check", str(tmp_path / "r.json"), "--host-rate", "0.1GB"]) == 0
     assert "3 comparisons, 1 without a counterpart; median error 0 %, largest 0 %" in capsys.readouterr().out
+
+
+def test_predict_is_within_a_fifth_of_what_was_measured(capsys):
+    """At 1 and 10 Gbit/s, 2 to 4 hosts. Oracle: the committed measurements, whose page shows every error."""
+    results = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+    cases = {(case["case"]["link"], case["n_ranks"])
+             for case in json.loads((results / "hosts.json").read_text())["results"]}
+    assert cases == {(link, hosts) for link in ("1gbit", "10gbit") for hosts in (2, 3, 4)}
+    assert cli.main(["predict", "--check", str(results / "hosts.json")]) == 0
+    text = capsys.readouterr().out
+    n_comparisons, median = map(int, re.search(r"(\d+) comparisons.*median error (\d+) %", text).groups())
+    assert n_comparisons == 24 and median <= 20
+    assert text.strip() in (results / "hosts.md").read_text()
 
 
 def test_predict_check_without_any_counterpart(capsys, tmp_path):
