@@ -149,8 +149,8 @@ def test_cluster_signal_leaves_nothing_behind(number: signal.Signals, delay_ms: 
             "sleep",
             "1235",
         ],
-        stdout=subprocess.PIPE,
-        text=True,
+        stdout=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # whatever started us may ignore it, as nohup does
     )
     try:
         assert _wait_for(lambda: _runs("sleep 1235", driver.pid) == 2, 60)
@@ -158,7 +158,7 @@ def test_cluster_signal_leaves_nothing_behind(number: signal.Signals, delay_ms: 
         driver.wait(timeout=60)
     finally:
         driver.kill()
-        driver.communicate()
+        driver.wait()
     assert _namespaces_of(driver.pid) == []
     assert list(Path("/etc/netns").glob(f"aps{driver.pid}x*")) == []
     assert list(cluster.STATE.glob(f"aps{driver.pid}x*")) == []
