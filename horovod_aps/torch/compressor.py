@@ -15,7 +15,6 @@ from horovod_aps import carrier
 from horovod_aps.base import BaseCompressor
 from horovod_aps.exchange import Exchange, Layer
 from horovod_aps.kernels import CpuKernels
-from horovod_aps.options import Options
 from horovod_aps.torch import seam
 from horovod_aps.torch.carrier import CarrierBatch
 from horovod_aps.torch.horovod_transport import HorovodTransport
@@ -70,6 +69,7 @@ class APSCompressor(BaseCompressor, Compressor):
         self._batches: dict[tuple[int, torch.device], _Batch] = {}
         self._carriers: dict[int, CarrierBatch] = {}
         self._world: Any = None
+        self._agreed: dict[int, Any] = {}  # by process set, the world in which all ranks had the same transport
         seam.register()
 
     # ---- Horovod's interface ------------------------------------------------------------------------------
@@ -180,9 +180,9 @@ class APSCompressor(BaseCompressor, Compressor):
         world = mpi_ops._handle_map  # hvd.init() makes a new one: another world
         key = (process_set_id, device)
         batch = self._batches.get(key)
-        if batch is None or batch.world is not world:
-            _check_transports(self._name, self._options, process_set_of(mpi_ops._basics, process_set_id))
         if batch is None or batch.flushed or batch.world is not world:
+            if self._agreed.get(process_set_id) is not world:
+                self._compare_transports(process_set_of(mpi_ops._basics, process_set_id), world)
             same_world = batch is not None and batch.world is world  # a worker that joined starts from 0 as well
             batch = _Batch(batch.number + 1 if same_world and batch is not None else 0, world, device)
             if self._options.transport == "allreduce":
@@ -193,6 +193,19 @@ class APSCompressor(BaseCompressor, Compressor):
                 batch.size = batch.exchange.transport.size
             self._batches[key] = batch
         return batch
+
+    def _compare_transports(self, process_set: Any, world: Any) -> None:
+        """At the first batch in a world: ranks with different transports would wait for each other for ever.
+
+        Asked again as long as not all have been there: a rank in `hvd.join()` would not remember the answer.
+        """
+        words = torch.tensor([1, self._options.transport == "packed"], dtype=torch.int32)
+        handle = mpi_ops.allreduce_async_(words, op=mpi_ops.Sum, process_set=process_set,
+                                          name=f"{self._name}.transport.{process_set.process_set_id}")
+        n_present, n_packed = mpi_ops.synchronize(handle).tolist()
+        carrier.check_transports(n_packed, n_present)
+        if n_present == process_set.size():
+            self._agreed[process_set.process_set_id] = world
 
     def _carrier(self, process_set_id: int) -> CarrierBatch:
         known = self._carriers.get(process_set_id)
@@ -271,15 +284,6 @@ def _all_speak_mpi(name: str, process_set: Any) -> bool:
     n_present, total = mpi_ops.synchronize(handle).tolist()
     _check_all_present(n_present, process_set.size())
     return total == n_present
-
-
-def _check_transports(name: str, options: Options, process_set: Any) -> None:
-    """At the first tensor in a world: ranks with different transports would wait for each other for ever."""
-    words = torch.tensor([1, options.transport == "packed"], dtype=torch.int32)
-    handle = mpi_ops.allreduce_async_(words, op=mpi_ops.Sum, process_set=process_set,
-                                      name=f"{name}.transport.{process_set.process_set_id}")
-    n_present, n_packed = mpi_ops.synchronize(handle).tolist()
-    carrier.check_transports(n_packed, n_present)
 
 
 def _check_all_present(n_present: int, size: int) -> None:
