@@ -10,6 +10,7 @@ import horovod.tensorflow.keras as hvd  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import tensorflow as tf  # noqa: E402
+from horovod.tensorflow import Adasum  # noqa: E402
 from tf_common import digits, initial_weights, replicas_equal  # noqa: E402
 
 from horovod_aps.tensorflow import APSCompressor  # noqa: E402
@@ -65,7 +66,7 @@ def test_backward_passes_per_step():
 
 def test_adasum_is_refused():
     with pytest.raises(ValueError, match="only supports Average and Sum"):
-        hvd.DistributedOptimizer(tf.keras.optimizers.SGD(), compression=APSCompressor(4, 3), op=hvd.Adasum)
+        hvd.DistributedOptimizer(tf.keras.optimizers.SGD(), compression=APSCompressor(4, 3), op=Adasum)
 
 
 def test_digits_accuracy():
