@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 from test_parallel import HOROVODRUN, ROOT, run
 
 LIMIT = 400
@@ -84,6 +85,7 @@ def test_killed_worker_and_added_worker(tmp_path):
     for_both(check, tmp_path)
 
 
+@pytest.mark.slow
 def test_killed_worker_is_replaced_at_once(tmp_path):
     """A spare host steps in during the same reset: the survivor sees neither its rank nor the size change."""
     hosts = {"localhost": 1, "127.0.0.1": 1, socket.gethostname(): 1}  # two of them at a time, in any order

@@ -100,6 +100,7 @@ def test_torch_one_rank(tmp_path):
     launch("mpirun", 1, ["test_torch_one_rank.py"], tmp_path)
 
 
+@pytest.mark.slow
 def test_torch_horovodrun_mpi(tmp_path):
     launch("horovodrun-mpi", 2, ["test_torch_allreduce.py"], tmp_path)
 
