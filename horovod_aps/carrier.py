@@ -58,7 +58,7 @@ def exponent_word(kernels: Any, data: int, n: int, dtype: int, options: Options)
 
 def option_words(options: Options, factors: Sequence[float]) -> list[int]:
     """Two words to send along with the exponents: their MAX shows whether all ranks have the same options."""
-    digest = digest_words(f"{__version__} {options.fingerprint()} {list(factors)}")[0] >> 1
+    digest = digest_words(f"{__version__} {options.fingerprint_text} {list(factors)}")[0] >> 1
     return [1 + digest, DIGEST_TOP - digest]
 
 

@@ -7,6 +7,7 @@ the layout asks it for every layer's `WireFormat`, and all ranks compare its `fi
 from __future__ import annotations
 
 import fnmatch
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -168,6 +169,11 @@ class Options:
     def replace(self, **changes: Any) -> Options:
         """A checked copy with some options changed."""
         return replace(self, **changes)
+
+    @functools.cached_property
+    def fingerprint_text(self) -> str:
+        """`fingerprint()` as text, made once: it is compared in every step."""
+        return json.dumps(self.fingerprint(), sort_keys=True)
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that all ranks must agree on, as plain JSON values."""

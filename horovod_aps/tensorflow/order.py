@@ -50,11 +50,10 @@ def in_sequence() -> Generator[Sequence, None, None]:
         with tf.control_dependencies([sequence.op]):
             turn.assign_add(1, read_value=False)
         return
-    graph = tf.compat.v1.get_default_graph()
-    root = _with_outer_graphs(graph)[-1]
-    sequence = Sequence(_predecessor(root, graph))
+    graphs = _with_outer_graphs(tf.compat.v1.get_default_graph())
+    sequence = Sequence(_predecessor(graphs))
     yield sequence
-    setattr(root, LAST, (weakref.ref(graph), sequence.op))
+    setattr(graphs[-1], LAST, (weakref.ref(graphs[0]), sequence.op))
 
 
 def ticket(process_set_id: int, packed: bool) -> tf.Tensor:
@@ -104,21 +103,21 @@ def _with_outer_graphs(graph: Any) -> list[Any]:
     return graphs
 
 
-def _predecessor(root: tf.Graph, graph: tf.Graph) -> list[Any]:
-    """Something in the current graph that is ready once the previous exchange of `root` is over.
+def _predecessor(graphs: list[Any]) -> list[Any]:
+    """Something in the current graph that is ready once the previous exchange is over; `graphs` begins with it.
 
     Horovod puts every all-reduce into a branch of its own `tf.cond`, and all of them into the branch of another one if
     `backward_passes_per_step` is more than one. From outside, such a branch is over when the cond is, so that is what
     the next exchange waits for, in the innermost graph that is around both.
     """
-    last_graph, op = getattr(root, LAST, (lambda: None, None))
-    if op is None or last_graph() is None:
+    found = getattr(graphs[-1], LAST, None)
+    if found is None or found[0]() is None:
         return []
-    around = _with_outer_graphs(graph)
-    inner = list(itertools.takewhile(lambda one: one not in around, _with_outer_graphs(last_graph())))
+    last_graph, op = found[0](), found[1]
+    inner = list(itertools.takewhile(lambda one: one not in graphs, _with_outer_graphs(last_graph)))
     if inner:
         op = _caller(inner[-1])
-    elif last_graph() is graph and graph is not root:
+    elif last_graph is graphs[0] and len(graphs) > 1:
         return [op]
     else:
         op = _after_merge(op)

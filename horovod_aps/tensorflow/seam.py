@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, List  # noqa: UP035 - TensorFlow's dispatch only knows typing.List
 
@@ -87,7 +88,8 @@ def _grouped_allreduce(tensors: Sequence[WireTensor], reduce_op: int, prescale_f
 def allreduce_group(compressor: APSCompressor, values: list[tf.Tensor], labels: Sequence[str], stem: str, op: int,
                     factor: float, process_set_id: int) -> list[tf.Tensor]:
     """All-reduce tensors together; overrides and statistics know them by `labels`, all ranks by `stem`."""
-    unique = tuple(label if labels.count(label) == 1 else f"{label}.{i}" for i, label in enumerate(labels))
+    times = Counter(labels)
+    unique = tuple(label if times[label] == 1 else f"{label}.{i}" for i, label in enumerate(labels))
     names = tuple(f"{stem}.{i}" for i in range(len(values)))
     return _reduce(engine.Call(compressor, names, stem, op, factor, process_set_id, unique), values)
 

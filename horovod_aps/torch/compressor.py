@@ -199,10 +199,7 @@ class APSCompressor(BaseCompressor, Compressor):
 
         Asked again as long as not all have been there: a rank in `hvd.join()` would not remember the answer.
         """
-        words = torch.tensor([1, self._options.transport == "packed"], dtype=torch.int32)
-        handle = mpi_ops.allreduce_async_(words, op=mpi_ops.Sum, process_set=process_set,
-                                          name=f"{self._name}.transport.{process_set.process_set_id}")
-        n_present, n_packed = mpi_ops.synchronize(handle).tolist()
+        n_present, n_packed = _count(f"{self._name}.transport", self._options.transport == "packed", process_set)
         carrier.check_transports(n_packed, n_present)
         if n_present == process_set.size():
             self._agreed[process_set.process_set_id] = world
@@ -278,12 +275,18 @@ def _all_speak_mpi(name: str, process_set: Any) -> bool:
 
     Decided before anything is remembered: a rank in `hvd.join()` would not remember it.
     """
-    words = torch.tensor([1, mpi_usable(mpi_ops._basics)], dtype=torch.int32)
-    handle = mpi_ops.allreduce_async_(words, op=mpi_ops.Sum, process_set=process_set,
-                                      name=f"{name}.agree.{process_set.process_set_id}")
-    n_present, total = mpi_ops.synchronize(handle).tolist()
+    n_present, n_able = _count(f"{name}.agree", mpi_usable(mpi_ops._basics), process_set)
     _check_all_present(n_present, process_set.size())
-    return total == n_present
+    return n_able == n_present
+
+
+def _count(question: str, answer: bool, process_set: Any) -> tuple[int, int]:
+    """How many ranks answer a question, and how many of them with yes; those in `hvd.join()` do neither."""
+    words = torch.tensor([1, answer], dtype=torch.int32)
+    handle = mpi_ops.allreduce_async_(words, op=mpi_ops.Sum, process_set=process_set,
+                                      name=f"{question}.{process_set.process_set_id}")
+    n_present, n_yes = mpi_ops.synchronize(handle).tolist()
+    return n_present, n_yes
 
 
 def _check_all_present(n_present: int, size: int) -> None:
