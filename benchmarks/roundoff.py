@@ -25,7 +25,8 @@ from pathlib import Path
 import torch
 from studies import Records, parse_arguments, pyplot, save, values
 
-from horovod_aps.exchange import Layer, local_allreduce
+from horovod_aps.engine.exchange import local_allreduce
+from horovod_aps.engine.layer import Layer
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.options import Options
 from horovod_aps.simulate import sum_gradients

@@ -1,7 +1,8 @@
 """How ranks make sure that they mean the same batch before any packed byte is read.
 
 A batch is described by its layers and the compressor's options. Ranks compare full descriptions (JSON, parsed
-and never executed) when a batch is new or when digests differ, and all raise the same error if they disagree.
+and never executed) in a talk, when a batch is new or when digests differ; what all of them hold is reduced next, and
+all raise the same error if they disagree.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
 from horovod_aps import __version__
@@ -17,7 +19,7 @@ from horovod_aps.layout import LayerSpec
 from horovod_aps.options import FLOAT32, Options, WireFormat
 
 DTYPE_NAMES = ("float32", "float64", "float16", "bfloat16")
-LAYER_KEYS = {"shape", "dtype", "factor", "format", "specials"}
+LAYER_KEYS = {"shape", "dtype", "format", "specials"}
 MAX_PROPOSAL = 1 << 28  # bytes; half a million layers need less
 
 
@@ -41,12 +43,12 @@ def top_exponent(fmt: WireFormat) -> int:
 def spec_of(layer: _LayerLike, options: Options, warm: bool) -> LayerSpec:
     """What ranks compare about a layer; during warm-up all layers travel as float32."""
     fmt = FLOAT32 if warm else options.format_for(layer.shown, math.prod(layer.shape))
-    return LayerSpec(layer.name, layer.shape, layer.dtype, layer.factor, fmt, layer.label)
+    return LayerSpec(layer.name, tuple(layer.shape), layer.dtype, 1.0, fmt, layer.label)
 
 
 def _plain(spec: LayerSpec) -> dict[str, Any]:
-    return {"shape": list(spec.shape), "dtype": DTYPE_NAMES[spec.dtype], "factor": spec.factor,
-            "format": str(spec.format), "specials": spec.format.specials}
+    return {"shape": list(spec.shape), "dtype": DTYPE_NAMES[spec.dtype], "format": str(spec.format),
+            "specials": spec.format.specials}
 
 
 def describe(specs: Iterable[LayerSpec], options: Options) -> str:
@@ -56,83 +58,130 @@ def describe(specs: Iterable[LayerSpec], options: Options) -> str:
                       sort_keys=True)
 
 
+def digest(description: str) -> bytes:
+    """Sixteen bytes that stand for a description in a header."""
+    return hashlib.sha256(description.encode()).digest()[:16]
+
+
 def digest_words(description: str) -> tuple[int, int]:
-    """Two non-negative 31-bit words that stand for a description in a header."""
+    """Two non-negative 31-bit words that stand for a description."""
     raw = hashlib.sha256(description.encode()).digest()
     return int.from_bytes(raw[:4], "little") >> 1, int.from_bytes(raw[4:8], "little") >> 1
 
 
-def proposal(specs: Sequence[LayerSpec], options: Options, step_number: int = 0,
-             chosen: Mapping[str, Any] | None = None) -> bytes:
-    """This rank's description of the batch, with its own order of arrival and its position in the schedule.
+@dataclass(frozen=True)
+class Proposal:
+    """What a rank says in a talk: what it holds, in its own order, and where it stands."""
 
-    `chosen` is what overrides="auto" has settled on, if it has.
-    """
-    order = [spec.name for spec in specs]
-    position = {"step_number": step_number, "chosen": chosen}
-    return json.dumps({"description": describe(specs, options), "order": order, "position": position}).encode()
+    version: str
+    options: dict[str, Any]
+    layers: dict[str, dict[str, Any]]
+    order: list[str]
+    factors: dict[str, float]
+    step_number: int
+    chosen: dict[str, Any] | None
+    """What overrides="auto" has settled on, if it has."""
+    waits: bool
+    """Whether the rank waits for this: it hands in nothing more until it has its results."""
+    whole: bool
+    """Whether this is a whole batch: no other rank may hold more or less."""
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self), sort_keys=True).encode()
 
 
-def most_advanced(proposals: Sequence[bytes]) -> tuple[int, dict[str, Any] | None] | None:
+def proposal(specs: Sequence[LayerSpec], factors: Sequence[float], options: Options, *, step_number: int = 0,
+             chosen: Mapping[str, Any] | None = None, waits: bool = True, whole: bool = True) -> bytes:
+    """This rank's part in a talk, as bytes; `specs` are in its own order of arrival."""
+    names = [spec.name for spec in specs]
+    return Proposal(__version__, options.fingerprint(), {spec.name: _plain(spec) for spec in specs}, names,
+                    dict(zip(names, factors)), step_number, None if chosen is None else dict(chosen), waits,
+                    whole).encode()
+
+
+def parse_all(messages: Sequence[bytes]) -> list[Proposal]:
+    """The proposals of all ranks; ValueError, with the same text on all ranks, names one that cannot be read."""
+    known: dict[bytes, Proposal] = {}  # most are equal, and reading takes long
+    for rank, raw in enumerate(messages):
+        if raw not in known:
+            known[raw] = _parse(raw, rank)
+    return [known[raw] for raw in messages]
+
+
+def most_advanced(proposals: Sequence[Proposal]) -> tuple[int, dict[str, Any] | None] | None:
     """The position that all ranks should go on from, None if they already are at the same one.
 
     A worker that joins an elastic job knows nothing of the steps before it.
     """
-    positions = [_parse(raw, rank)[2] for rank, raw in enumerate(proposals)]
-    if all(position == positions[0] for position in positions):
+    first = proposals[0]
+    if all((other.step_number, other.chosen) == (first.step_number, first.chosen) for other in proposals):
         return None
-    best = max(positions, key=lambda position: (position["chosen"] is not None, position["step_number"]))
-    return max(position["step_number"] for position in positions), best["chosen"]
+    best = max(proposals, key=lambda one: (one.chosen is not None, one.step_number))
+    return max(one.step_number for one in proposals), best.chosen
 
 
-def settle(proposals: Sequence[bytes]) -> dict[str, int]:
-    """Position of every layer in rank 0's order, if all ranks proposed the same batch.
+def settle(proposals: Sequence[Proposal]) -> list[str]:
+    """The layers to reduce next, in rank 0's order: those that every rank holds.
 
-    Raises ValueError, with the same text on all ranks, that names the ranks and both values otherwise, or the
-    rank whose message is truncated or not ours.
+    Raises ValueError, with the same text on all ranks, that names the ranks and both values if they do not mean the
+    same, or if all wait for something that not all hold.
     """
-    parsed = [_parse(raw, rank) for rank, raw in enumerate(proposals)]
-    first, order, _ = parsed[0]
-    for rank, (other, _, _) in enumerate(parsed):
-        difference = _difference(first, other, rank)
-        if difference:
+    first = proposals[0]
+    for rank, other in enumerate(proposals):
+        if other is not first and (difference := _difference(first, other, rank)):
             raise ValueError(f"APSCompressor: {difference}")
-    if first["version"] != __version__:
-        raise _foreign(0, f"version {first['version']!r}")
-    return {name: position for position, name in enumerate(order)}
+    if first.version != __version__:
+        raise _foreign(0, f"version {first.version!r}")
+    common = set(first.layers).intersection(*(other.layers for other in proposals))
+    stuck = not common and all(one.waits for one in proposals)
+    if stuck or any(one.whole for one in proposals):
+        for rank, other in enumerate(proposals):
+            for name in sorted(set(first.layers) ^ set(other.layers)):
+                has, has_not = (0, rank) if name in first.layers else (rank, 0)
+                raise ValueError(f"APSCompressor: tensor {name!r} was submitted on rank {has} but not on rank {has_not}")
+    return [name for name in first.order if name in common]
 
 
-def _parse(raw: bytes, rank: int) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
-    """Description, order and position in a proposal; ValueError says what is wrong with anything else."""
+def _parse(raw: bytes, rank: int) -> Proposal:
+    """The proposal in a message; ValueError says what is wrong with anything else."""
     if len(raw) > MAX_PROPOSAL:
         raise _foreign(rank, f"{len(raw)} bytes, more than {MAX_PROPOSAL}")
     try:
         entry = json.loads(raw)
-        description = json.loads(entry["description"])
-        order, position = entry["order"], entry.get("position")
-        version = description["version"]
-        options, layers = description["options"], description["layers"]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # bytes of any kind can be here
+        version = entry["version"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:  # bytes of any kind can be here
         raise _foreign(rank, f"{type(error).__name__}, {len(raw)} bytes") from None
-    if not isinstance(version, str) or not isinstance(options, dict) or not isinstance(layers, dict):
-        raise _foreign(rank, "version, options or layers have the wrong type")
+    if not isinstance(version, str):
+        raise _foreign(rank, "version must be a text")
     if version != __version__:  # another version may describe its layers as it likes
-        return description, [], {"step_number": 0, "chosen": None}
-    if not all(isinstance(layer, dict) and set(layer) == LAYER_KEYS for layer in layers.values()):
-        raise _foreign(rank, f"layers must have {', '.join(sorted(LAYER_KEYS))}")
-    if not isinstance(order, list) or not all(isinstance(name, str) for name in order):
-        raise _foreign(rank, "order must be a list of names")
-    if sorted(order) != sorted(layers):
-        raise _foreign(rank, "order and layers must name the same tensors")
-    if not _is_position(position):
-        raise _foreign(rank, "position must be a step number and formats")
-    return description, order, position
+        return Proposal(version, {}, {}, [], {}, 0, None, True, True)
+    if set(entry) != {field.name for field in fields(Proposal)}:
+        raise _foreign(rank, f"must have {', '.join(field.name for field in fields(Proposal))}")
+    one = Proposal(**entry)
+    for wrong, what in (
+        (not isinstance(one.options, dict) or not isinstance(one.layers, dict), "options or layers have the wrong type"),
+        (not isinstance(one.layers, dict) or not all(isinstance(layer, dict) and set(layer) == LAYER_KEYS
+                                                     for layer in one.layers.values()),
+         f"layers must have {', '.join(sorted(LAYER_KEYS))}"),
+        (not isinstance(one.order, list) or not all(isinstance(name, str) for name in one.order),
+         "order must be a list of names"),
+        (not _is_position(one), "position must be a step number and formats"),
+    ):
+        if wrong:
+            raise _foreign(rank, what)
+    if sorted(one.order) != sorted(one.layers) or not _are_factors(one):
+        raise _foreign(rank, "order, factors and layers must name the same tensors")
+    return one
 
 
-def _is_position(value: Any) -> bool:
-    return (isinstance(value, dict) and set(value) == {"step_number", "chosen"}
-            and type(value["step_number"]) is int and value["step_number"] >= 0
-            and (value["chosen"] is None or isinstance(value["chosen"], dict)))
+def _is_position(one: Proposal) -> bool:
+    return (type(one.step_number) is int and one.step_number >= 0 and isinstance(one.waits, bool)
+            and isinstance(one.whole, bool) and (one.chosen is None or isinstance(one.chosen, dict)))
+
+
+def _are_factors(one: Proposal) -> bool:
+    return (isinstance(one.factors, dict) and set(one.factors) == set(one.layers)
+            and all(type(value) in (int, float) for value in one.factors.values()))
 
 
 def _foreign(rank: int, what: str) -> ValueError:
@@ -141,21 +190,19 @@ def _foreign(rank: int, what: str) -> ValueError:
         f"that all ranks run the same program and horovod_aps {__version__}")
 
 
-def _difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> str | None:
+def _difference(first: Proposal, other: Proposal, rank: int) -> str | None:
     """One sentence on the first thing in which rank `rank` differs from rank 0."""
-    if first["version"] != other["version"]:
-        return (f"rank 0 runs horovod_aps {first['version']}, rank {rank} runs {other['version']}; "
+    if first.version != other.version:
+        return (f"rank 0 runs horovod_aps {first.version}, rank {rank} runs {other.version}; "
                 f"install the same version everywhere")
-    for name in sorted(set(first["options"]) | set(other["options"])):
-        value, theirs = first["options"].get(name), other["options"].get(name)
+    for name in sorted(set(first.options) | set(other.options)):
+        value, theirs = first.options.get(name), other.options.get(name)
         if theirs != value:
             return (f"option {name} is {value!r} on rank 0 and {theirs!r} on rank {rank}; "
                     f"all ranks must use the same options")
-    for name in sorted(set(first["layers"]) | set(other["layers"])):
-        mine, theirs = first["layers"].get(name), other["layers"].get(name)
-        if mine is None or theirs is None:
-            has, has_not = (rank, 0) if mine is None else (0, rank)
-            return f"tensor {name!r} was submitted on rank {has} but not on rank {has_not}"
+    for name in sorted(set(first.layers) & set(other.layers)):
+        mine, theirs = first.layers[name], other.layers[name]
+        mine, theirs = mine | {"factor": first.factors[name]}, theirs | {"factor": other.factors[name]}
         for key, value in mine.items():
             if theirs[key] != value:
                 return f"tensor {name!r} has {key} {value!r} on rank 0 and {theirs[key]!r} on rank {rank}"

@@ -7,17 +7,26 @@ import itertools
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from horovod_aps import report
-from horovod_aps.exchange import Exchange
+from horovod_aps.engine.exchange import Exchange
 from horovod_aps.log import logger
 from horovod_aps.options import AUTO_CANDIDATES, Options
-from horovod_aps.transport import PendingTransport, Transport
 
 _ids = itertools.count()
+
+
+class ExchangeKey(NamedTuple):
+    """What tells the exchanges of one compressor apart."""
+
+    process_set_id: int
+    place: str
+    """The device, or the call site, that the exchange is for."""
+    members: tuple[int, ...]
+    """Horovod uses the id of a removed process set again, for other ranks."""
 
 
 class BaseCompressor:
@@ -71,43 +80,42 @@ class BaseCompressor:
     def _start(self) -> None:
         self._number = next(_ids)
         self._name = f"horovod_aps.{self._number}"
-        self._exchanges: dict[tuple[Any, ...], Exchange] = {}
-        self._retired: dict[tuple[Any, ...], Exchange] = {}
+        self._exchanges: dict[ExchangeKey, Exchange] = {}
+        self._retired: dict[ExchangeKey, Exchange] = {}
         self._loaded: dict[str, Any] | None = None
-        self._warned = False
+        self._looked = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(e={self._options.e}, m={self._options.m})"
 
-    def _keep_exchange(self, key: tuple[Any, ...], kernels: Any, transport: Transport | PendingTransport) -> Exchange:
-        """Make and remember the exchange of one process set, with the state that was loaded, if any.
+    def _keep_exchange(self, key: ExchangeKey, exchange: Exchange) -> Exchange:
+        """Remember the exchange of one process set, with the state that was loaded, if any.
 
         An exchange of another world hands its residuals and position on; a state that was loaded before that
         world began is older than these.
         """
-        exchange = self._exchanges[key] = Exchange(kernels, transport, self._options)
-        exchange.after_two_steps = weakref.WeakMethod(self._look_for_idle_overrides)
-        for old_key, old in list(self._retired.items()) + list(self._exchanges.items()):
-            if old is not exchange and old_key[0] == key[0] and old_key[3:] == key[3:]:
+        self._exchanges[key] = exchange
+        weakref.finalize(self, exchange.close)
+        for old_key, old in list(self._retired.items()):
+            if old_key.process_set_id == key.process_set_id and old_key.place == key.place:
                 exchange.inherit(old)
-                self._retired.pop(old_key, None)
-                if self._exchanges.get(old_key) is old:
-                    del self._exchanges[old_key]
+                del self._retired[old_key]
                 return exchange
         if self._loaded is not None:
             exchange.load_state(self._loaded)
         return exchange
 
-    def _look_for_idle_overrides(self) -> None:
+    def _look_for_idle_overrides(self, exchange: Exchange | None) -> None:
         """Warn, once, of patterns that no tensor's name matches, after steps in which all should have been there."""
+        if self._looked or exchange is None or exchange.step_number < 2:
+            return
+        self._looked = True
         overrides = self._options.overrides
-        is_first = any(exchange.transport.rank == 0 for exchange in self._exchanges.values())
-        if self._warned or isinstance(overrides, str) or not is_first:
+        if isinstance(overrides, str) or exchange.transport is None or exchange.transport.rank != 0:
             return
         names = sorted({name for exchange in self._exchanges.values() for name in exchange.names()})
         idle = [pattern for pattern in overrides if not fnmatch.filter(names, pattern)]
         if idle:
-            self._warned = True
             logger.warning("overrides %s match none of the %d tensors, which are called %s%s", idle, len(names),
                            ", ".join(names[:5]), ", ..." if len(names) > 5 else "")
 
@@ -116,9 +124,10 @@ class BaseCompressor:
         for key in list(self._exchanges):
             self._retire_exchange(key)
 
-    def _retire_exchange(self, key: tuple[Any, ...]) -> None:
+    def _retire_exchange(self, key: ExchangeKey) -> None:
         self._retired[key] = self._exchanges.pop(key)
         self._retired[key].forget()
+        self._retired[key].close()
 
     # ---- For people ---------------------------------------------------------------------------------------
 

@@ -1,17 +1,21 @@
-"""The world as Horovod sees it now, and the transport that fits it.
+"""The world as Horovod sees it now.
 
 After an elastic reset size, rank and ids all change, so nothing here is cached.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import zlib
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from horovod.common.process_sets import ProcessSet
 
 from horovod_aps.log import trace
-from horovod_aps.transport import Transport
+from horovod_aps.transports.base import Transport
+
 
 
 def mpi_usable(basics: Any) -> bool:
@@ -27,23 +31,28 @@ def mpi_usable(basics: Any) -> bool:
                 and world.rank == basics.rank())
 
 
-def make_transport(process_set: ProcessSet, speak_mpi: bool, over_horovod: Callable[[], Transport],
-                   tag: int) -> Transport:
-    """MPI if every rank of the process set can speak it, else what the frontend offers over Horovod.
-
-    Collective over the process set. Calls from several threads at once need different tags.
-    """
-    if speak_mpi:
-        from horovod_aps.mpi_transport import MpiTransport
-
-        trace("transport: MPI")
-        return MpiTransport(process_set.ranks, tag)
-    trace("transport: Horovod's own operations")
-    return over_horovod()
-
-
 def process_set_of(basics: Any, process_set_id: int) -> ProcessSet:
     """The process set with this id, its ranks filled in."""
     process_set = ProcessSet(list(basics._get_process_set_ids_and_ranks()[process_set_id]))
     process_set.process_set_id = process_set_id
     return process_set
+
+
+def link(name: str, members: Sequence[int], rank: int, n_able: int, addresses: np.ndarray) -> Transport:
+    """Join the ranks of a process set: over MPI if every rank can talk it directly, else by connections of our own.
+
+    `rank` is this one's place among the members, `n_able` how many of them speak MPI, and `addresses` where they listen
+    (`sockets.Listener.words`, summed over them). Never blocks. `name` is the same on all of them.
+    """
+    if n_able == len(members):
+        from horovod_aps.transports.mpi import MpiTransport
+
+        trace("%s: over MPI", name)
+        return MpiTransport(members, tag=zlib.crc32(name.encode()))
+    if n_able:
+        raise ValueError(f"APSCompressor: {len(members) - n_able} of {len(members)} ranks cannot talk MPI directly; "
+                         f"install mpi4py on all hosts, or on none")
+    from horovod_aps.transports.sockets import SocketTransport
+
+    trace("%s: by connections of our own", name)
+    return SocketTransport(rank, addresses, hashlib.sha256(name.encode() + addresses.tobytes()).digest()[:16])

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from horovod_aps.exchange import Exchange, Layer, local_allreduce
+from horovod_aps.engine.exchange import Exchange, local_allreduce
+from horovod_aps.engine.layer import Layer
 from horovod_aps.options import Options
 from horovod_aps.simulate import _native
 

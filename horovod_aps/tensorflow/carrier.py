@@ -11,10 +11,10 @@ import numpy as np
 from horovod.tensorflow import mpi_ops
 
 from horovod_aps import carrier
-from horovod_aps.exchange import Layer
+from horovod_aps.engine.layer import Layer
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.options import Options
-from horovod_aps.tensorflow.horovod_transport import allreduce
+from horovod_aps.tensorflow.collectives import allreduce
 
 DTYPES = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)  # by the kernels' codes
 

@@ -34,6 +34,7 @@ class APSCompressor(BaseCompressor, Compressor):
         self._n_single = 0  # tensors traced outside of groups
         self._lock = threading.Lock()
         self._links: dict[int, Any] = {}  # by process set
+        self._link_of: dict[Any, Any] = {}  # by exchange
         self._used = False
         seam.register(self)
         if next(_ids) % MANY == 0:

@@ -12,16 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
+from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow import mpi_ops
 
+from horovod_aps.base import ExchangeKey
 from horovod_aps.carrier import check_transports
-from horovod_aps.exchange import Exchange, Layer
+from horovod_aps.engine.exchange import Exchange
+from horovod_aps.engine.layer import Layer
+from horovod_aps.errors import LostPeer
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.tensorflow import devices, order
 from horovod_aps.tensorflow.carrier import array_at, carry
-from horovod_aps.tensorflow.horovod_transport import HorovodTransport, allreduce
-from horovod_aps.transport import Transport
-from horovod_aps.world import make_transport, process_set_of
+from horovod_aps.tensorflow.collectives import allreduce
+from horovod_aps.transports import sockets
+from horovod_aps.transports.shared import SharedTransport
+from horovod_aps.world import link as make_link
+from horovod_aps.world import process_set_of
 
 if TYPE_CHECKING:
     from horovod_aps.tensorflow.compressor import APSCompressor
@@ -40,7 +46,7 @@ _world_numbers: Counter[int] = Counter()  # by process set; links of an earlier 
 class _Link:
     """The transport of a compressor in one process set, and the world it was made in."""
 
-    transport: Transport
+    shared: SharedTransport
     world_number: int
     ranks: tuple[int, ...]
     rank: int
@@ -175,6 +181,10 @@ def _reduce(call: Call, ticket: np.ndarray, layers: list[Layer], gpu: str | None
         for layer in layers:
             exchange.submit(layer)
         exchange.flush()
+    except LostPeer as error:
+        exchange.forget()
+        # In a graph only the text survives, and Horovod's elastic wrapper looks for the name of its own operation.
+        raise HorovodInternalError(f"HorovodAllreduce: {error}") from None
     except BaseException:
         exchange.forget()
         raise
@@ -184,13 +194,15 @@ def _exchange(call: Call, process_set: Any, ticket: np.ndarray, gpu: str | None)
     """The exchange of one call site, so that steps are counted as the user counts them."""
     compressor = call.compressor
     link = _link(call, process_set, ticket)
-    key = (call.process_set_id, len(link.ranks), link.rank, call.stem, gpu)
+    key = ExchangeKey(call.process_set_id, f"{call.stem} {gpu}", link.ranks)
     exchange = compressor._exchanges.get(key)
-    if exchange is not None and exchange.transport is not link.transport:
-        compressor._retire_exchange(key)
-        exchange = None
-    if exchange is None:
-        exchange = compressor._keep_exchange(key, devices.kernels() if gpu else CpuKernels(), link.transport)
+    if exchange is None or compressor._link_of.get(key) is not link:
+        # After an elastic reset the same call site has another link, and perhaps other ranks.
+        for old in [old for old in compressor._exchanges if (old.process_set_id, old.place) == (key[0], key.place)]:
+            compressor._retire_exchange(old)
+        exchange = compressor._keep_exchange(key, Exchange(devices.kernels() if gpu else CpuKernels(),
+                                                           link.shared.channel(key.place), compressor._options))
+        compressor._link_of[key] = link
     return exchange
 
 
@@ -203,17 +215,23 @@ def _link(call: Call, process_set: Any, ticket: np.ndarray) -> _Link:
     """
     ps_id, ranks, rank = process_set.process_set_id, tuple(process_set.ranks), process_set.rank()
     links, speak_mpi = call.compressor._links, _all_speak_mpi(ticket)
-    link = links.get(ps_id)
+    link = link_before = links.get(ps_id)
     if link is not None and (link.ranks, link.rank, link.world_number) != (ranks, rank, _world_numbers[ps_id]):
         link = None
     if ticket[order.NEW] and not speak_mpi and not _agree(int(link is not None), process_set):
         _world_numbers[ps_id] += 1  # a new worker has no link of any compressor
         link = None
     if link is None:
-        # Threads make their links at the same time, and call sites have the same names on all ranks.
-        transport = make_transport(process_set, speak_mpi, lambda: HorovodTransport(process_set),
-                                   tag=zlib.crc32(call.stem.encode()))
-        link = links[ps_id] = _Link(transport, _world_numbers[ps_id], ranks, rank)
+        if link_before is not None:
+            link_before.shared.transport.close()
+        addresses = np.zeros(0, np.int32)
+        if not speak_mpi:
+            addresses = allreduce(sockets.listener().words(rank, len(ranks)), mpi_ops.Sum, ps_id)
+        name = f"{call.compressor._name} {ps_id} {ranks} {_world_numbers[ps_id]} {call.stem}"
+        n_able = len(ranks) if speak_mpi else 0
+        link = links[ps_id] = _Link(SharedTransport(make_link(name, ranks, ranks.index(mpi_ops.rank()), n_able,
+                                                              addresses)),
+                                    _world_numbers[ps_id], ranks, rank)
         order.has_link(ps_id)
     return link
 

@@ -63,17 +63,6 @@ def _grouped_allreduce_async(tensors: list[WireTensor], outputs: list[torch.Tens
                                              prescale * postscale / divisor, process_set_id, grouped=True)
 
 
-def ticket(name: str, process_set_id: int) -> tuple[int, torch.Tensor]:
-    """A real Horovod handle, that of a one-word SUM all-reduce, and the word.
-
-    The sum is the number of ranks that still train: `hvd.join()` lets a rank contribute zero.
-    """
-    word = torch.ones(1, dtype=torch.int32)
-    handle = mpi_ops.mpi_lib.horovod_torch_allreduce_async_torch_IntTensor(
-        word, word, 1, name.encode(), mpi_ops.Sum, 1.0, 1.0, process_set_id)
-    return handle, word
-
-
 def register() -> None:
     """Make our functions known under the names that Horovod derives from the type; safe to call again."""
     suffix = TYPE_NAME.replace(".", "_")

@@ -437,4 +437,4 @@ def test_nothing_is_left_behind():
         optimizer.step()
     assert not mpi_ops._handle_map
     exchange = next(iter(compressor._exchanges.values()))
-    assert len(exchange._plans) == 1 and not exchange._pending and len(compressor._batches) == 1
+    assert len(exchange._plans) == 1 and exchange.is_idle and not compressor._batches

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from horovod_aps.agreement import describe, digest_words, proposal, settle, spec_of, top_exponent
-from horovod_aps.exchange import Layer
+from horovod_aps.engine.layer import Layer
 from horovod_aps.options import FLOAT32, Options, WireFormat
 
 PLAIN = Options(4, 3)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from horovod_aps.agreement import proposal, settle, spec_of
 from horovod_aps.auto import AutoChooser
-from horovod_aps.exchange import Layer
+from horovod_aps.engine.layer import Layer
 from horovod_aps.options import Options
 
 OPTIONS = Options(4, 3)

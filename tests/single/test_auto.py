@@ -14,12 +14,13 @@ import pytest
 import reference
 from exchange_oracle import assert_same_bits
 
-from horovod_aps.base import BaseCompressor
-from horovod_aps.exchange import Exchange, Layer, local_allreduce
+from horovod_aps.base import BaseCompressor, ExchangeKey
+from horovod_aps.engine.exchange import Exchange, local_allreduce
+from horovod_aps.engine.layer import Layer
 from horovod_aps.formats import FloatFormat
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.options import Options
-from horovod_aps.transport import LocalTransport
+from horovod_aps.transports.local import LocalTransport
 
 CANDIDATES = ((3, 0), (3, 2), (4, 3), (5, 10), "float32")
 Gradients = list[dict[str, np.ndarray]]  # by rank
@@ -160,10 +161,10 @@ class Compressor(BaseCompressor):
 
     def join(self, transports: dict[str, LocalTransport]) -> None:
         for name, transport in transports.items():
-            self._keep_exchange((0, 2, 0, name), CpuKernels(), transport)
+            self._keep_exchange(ExchangeKey(0, name, (0, 1)), Exchange(CpuKernels(), transport, self._options))
 
     def exchange(self, name: str) -> Exchange:
-        return self._exchanges[0, 2, 0, name]
+        return self._exchanges[ExchangeKey(0, name, (0, 1))]
 
 
 def pair(names: list[str], **options: Any) -> list[Compressor]:

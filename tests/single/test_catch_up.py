@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from exchange_oracle import assert_same_bits, make_gradients
 
-from horovod_aps.agreement import most_advanced, proposal, spec_of
-from horovod_aps.exchange import Exchange, Layer, local_allreduce
+from horovod_aps.agreement import most_advanced, parse_all, proposal, spec_of
+from horovod_aps.engine.exchange import Exchange, local_allreduce
+from horovod_aps.engine.layer import Layer
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.options import Options
-from horovod_aps.transport import LocalTransport
+from horovod_aps.transports.local import LocalTransport
 
 
 def step(exchanges: list[Exchange], seed: int) -> np.ndarray:
@@ -81,7 +82,12 @@ def test_explicit_overrides_are_never_taken_over():
 def test_most_advanced_is_none_for_equals():
     options = Options(4, 3)
     specs = [spec_of(Layer("w", (3,), 0, 0, 0, 1.0), options, False)]
-    assert most_advanced([proposal(specs, options, 3)] * 3) is None
-    assert most_advanced([proposal(specs, options, 3), proposal(specs, options, 9)]) == (9, None)
+
+    def positions(*ranks):
+        return most_advanced(parse_all([proposal(specs, [1.0], options, step_number=step, chosen=chosen)
+                                        for step, chosen in ranks]))
+
     chosen = {"w": [3, 0]}
-    assert most_advanced([proposal(specs, options, 9), proposal(specs, options, 3, chosen)]) == (9, chosen)
+    assert positions((3, None), (3, None), (3, None)) is None
+    assert positions((3, None), (9, None)) == (9, None)
+    assert positions((9, None), (3, chosen)) == (9, chosen)

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from horovod_aps.cuda_kernels import CudaKernels
-from horovod_aps.exchange import Exchange, Layer, local_allreduce
+from horovod_aps.engine.exchange import Exchange, local_allreduce
+from horovod_aps.engine.layer import Layer
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.options import Options
 

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Format
 
-from horovod_aps.exchange import Exchange, Layer, local_allreduce
+from horovod_aps.engine.exchange import Exchange, local_allreduce
+from horovod_aps.engine.layer import Layer
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.layout import PIECE
 from horovod_aps.options import Options
-from horovod_aps.transport import LocalTransport
+from horovod_aps.transports.local import LocalTransport
 
 Grads = Mapping[str, np.ndarray]
 
@@ -214,7 +215,7 @@ def test_exchange_rank_with_new_batch_among_ranks_that_know_theirs():
     for exchange, rank in zip(exchanges, odd):
         for layer in layers_of(rank, {}, 1.0):
             exchange.submit(layer)
-    running = {rank: exchange.flush_steps() for rank, exchange in enumerate(exchanges)}
+    running = {rank: exchange.steps() for rank, exchange in enumerate(exchanges)}
     for _ in range(1000):
         for rank, steps in list(running.items()):
             try:

@@ -11,7 +11,8 @@ import pytest
 from exchange_oracle import CODES, assert_same_bits, expected
 from reference import Format
 
-from horovod_aps.exchange import Layer, local_allreduce
+from horovod_aps.engine.exchange import local_allreduce
+from horovod_aps.engine.layer import Layer
 from horovod_aps.kernels import EXP_NONFINITE, SEGMENT, SPECIALS, CpuKernels, library
 from horovod_aps.options import Options
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from horovod_aps import report
-from horovod_aps.exchange import Layer, local_allreduce
+from horovod_aps.engine.exchange import local_allreduce
+from horovod_aps.engine.layer import Layer
 from horovod_aps.kernels import EXP_ZERO, CpuKernels
 from horovod_aps.options import Options, as_wire_format
 

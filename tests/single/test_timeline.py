@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from horovod_aps import cli, config, timeline
-from horovod_aps.exchange import Layer, local_allreduce
+from horovod_aps.engine.exchange import local_allreduce
+from horovod_aps.engine.layer import Layer
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.log import logger
 from horovod_aps.options import Options

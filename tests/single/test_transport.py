@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from horovod_aps.transport import LocalTransport
+from horovod_aps.transports.local import LocalTransport
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

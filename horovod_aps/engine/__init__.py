@@ -1,0 +1,1 @@
+"""From gradients handed in to gradients reduced: batches, agreement between ranks, and what happens to a bucket."""

@@ -1,0 +1,104 @@
+"""What ranks say to each other before packed bytes travel, and how it is put together.
+
+Each rank says one thing per round. In a round in which all say the header of the same bucket, that bucket goes on its
+way with the largest exponents. In a round in which all describe what they hold (a talk), they settle what to reduce
+next. In a round in which all pass, the rest of a batch that they had begun will not come. If they say different things, the round ends the epoch: whatever was said for later rounds of it no longer counts,
+on any rank, and all of them talk next. Since every rank hears the same messages, all come to the same conclusion.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+HEADER, TALK, CHOICE, PASS = 1, 2, 3, 4
+_FRONT = struct.Struct("<BxxxII")  # what it is, epoch, round
+_IDENTITY = struct.Struct("<16s8sI")  # digest of the plan, digest of the factors, bucket
+
+
+@dataclass(frozen=True)
+class Header:
+    """Opens a bucket: which one, of which plan, with which scale factors, and this rank's exponents."""
+
+    plan: bytes
+    factors: bytes
+    bucket: int
+    exponents: np.ndarray
+
+    def encode(self) -> bytes:
+        return _IDENTITY.pack(self.plan, self.factors, self.bucket) + self.exponents.astype("<i4").tobytes()
+
+
+def factors_digest(factors: Sequence[float]) -> bytes:
+    """Eight bytes that stand for the scale factors of a bucket's layers."""
+    return hashlib.sha256(struct.pack(f"<{len(factors)}d", *factors)).digest()[:8]
+
+
+def shared_exponents(bodies: Sequence[bytes]) -> np.ndarray | None:
+    """The largest exponents, if all headers open the same bucket; None if they do not."""
+    front, length = bodies[0][:_IDENTITY.size], len(bodies[0])
+    if any(body[:_IDENTITY.size] != front or len(body) != length for body in bodies):
+        return None
+    return np.max([np.frombuffer(body, "<i4", offset=_IDENTITY.size) for body in bodies], axis=0)
+
+
+class Rounds:
+    """Everything that was said and not yet concluded from."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self._size = rank, size
+        self.epoch = 0
+        self._n_said = self._n_concluded = 0
+        self._heard: dict[tuple[int, int], dict[int, tuple[int, bytes]]] = {}  # by epoch and round, then by rank
+
+    @property
+    def answered(self) -> bool:
+        """Whether everything that this rank has said in this epoch has been concluded from."""
+        return self._n_said == self._n_concluded
+
+    @property
+    def asked(self) -> set[int]:
+        """What others have said in the next round, while this rank has not yet: kinds of messages."""
+        if not self.answered:
+            return set()
+        return {kind for kind, _ in self._heard.get((self.epoch, self._n_concluded), {}).values()}
+
+    def say(self, kind: int, body: bytes) -> bytes:
+        """Note what this rank says next; returns the message for the others."""
+        self._heard.setdefault((self.epoch, self._n_said), {})[self.rank] = (kind, body)
+        self._n_said += 1
+        return _FRONT.pack(kind, self.epoch, self._n_said - 1) + body
+
+    def hear(self, rank: int, message: bytes) -> None:
+        """Note what another rank has said; ValueError if it is nothing that a rank says."""
+        if len(message) < _FRONT.size:
+            raise ValueError(f"APSCompressor: rank {rank} has sent {len(message)} bytes that are not of horovod_aps; "
+                             f"check that all ranks run the same program and version")
+        kind, epoch, number = _FRONT.unpack_from(message)
+        if epoch >= self.epoch:  # what was said before an epoch ended is void
+            self._heard.setdefault((epoch, number), {})[rank] = (kind, message[_FRONT.size:])
+
+    def missing(self) -> set[int]:
+        """Ranks that the present round waits for; none if this rank waits for no answer."""
+        if self.answered:
+            return set()
+        return set(range(self._size)) - set(self._heard.get((self.epoch, self._n_concluded), {}))
+
+    def conclude(self) -> list[tuple[int, bytes]] | None:
+        """What all ranks have said in the present round, by rank, once all have; the next round begins."""
+        said = self._heard.get((self.epoch, self._n_concluded))
+        if said is None or len(said) < self._size:
+            return None
+        del self._heard[self.epoch, self._n_concluded]
+        self._n_concluded += 1
+        return [said[rank] for rank in range(self._size)]
+
+    def end_epoch(self) -> None:
+        """Forget what was said for later rounds of this epoch."""
+        self.epoch += 1
+        self._n_said = self._n_concluded = 0
+        self._heard = {key: value for key, value in self._heard.items() if key[0] >= self.epoch}

@@ -1,0 +1,648 @@
+"""The APS exchange: what happens between a gradient handed in and the same gradient reduced over all ranks.
+
+    submit -> plan -> scan -> header (exponents) -> reduction -> result
+
+Frontends `submit` layers as their gradients become ready and `wait` for results. Buckets of a batch that ranks have
+seen before start on their way as soon as they are full; a new batch is talked about when a rank waits for it. Ranks may
+submit in any order, and wait for the results of different exchanges in any order: whoever waits keeps all exchanges of
+the process moving (`progress`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from horovod_aps import agreement, timeline
+from horovod_aps.auto import AutoChooser, format_table
+from horovod_aps.engine import progress
+from horovod_aps.engine.control import CHOICE, HEADER, PASS, TALK, Header, Rounds, factors_digest, shared_exponents
+from horovod_aps.engine.feedback import Residuals
+from horovod_aps.engine.flight import Flight, Job, Plan
+from horovod_aps.engine.layer import Layer
+from horovod_aps.engine.pool import Lease, Pool
+from horovod_aps.engine.reductions.base import N_TAGS, Work
+from horovod_aps.errors import LostPeer
+from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO
+from horovod_aps.layout import LayerSpec
+from horovod_aps.log import logger, trace
+from horovod_aps.options import Options
+from horovod_aps.statistics import Statistics
+from horovod_aps.transports.base import Transport
+
+MAX_PLANS = 64  # batches remembered; an older one is talked about anew when it comes back
+LOOK_SECONDS = 500e-6  # between looks from within backward
+MAX_SERIAL = 4096  # buckets that can be on their way at the same time, and more
+
+
+class Exchange:
+    """APS all-reduce of batches of layers among the ranks of one process set."""
+
+    def __init__(self, kernels: Any, transport: Transport | None, options: Options,
+                 context: Callable[[], AbstractContextManager[Any]] = nullcontext, overlap: bool = False) -> None:
+        """Made without a transport if the ranks have not met yet; `context` is for whoever launches its kernels.
+
+        With `overlap` buckets of a known batch start as soon as they are full, before anybody waits.
+        """
+        self.options = options
+        self.kernels = kernels
+        self.context = context
+        self._overlap = overlap
+        self.statistics = Statistics()
+        self.step_number = 0
+        self.gate: Callable[[], bool] | None = None
+        """If set, nothing new starts before it returns True; for a frontend that first asks who is there."""
+        self.any_thread = True
+        """Whether the progress thread may launch its kernels."""
+        self._is_auto = options.overrides == "auto"
+        self._chooser = AutoChooser(options) if self._is_auto else None
+        self._residuals = Residuals(kernels)
+        self._pool = Pool(kernels.alloc)
+        self._lock = threading.RLock()
+        self._next_look = 0.0
+        self._loaded: dict[str, Any] | None = None
+        self._submitted: deque[Layer] = deque()  # handed in, perhaps by another thread, and not looked at
+        self._plans: OrderedDict[str, Plan] = OrderedDict()
+        self._start_over()
+        self.transport: Transport | None = None
+        if transport is not None:
+            self.connect(transport)
+
+    def _start_over(self) -> None:
+        """Know nothing of other ranks, and hold nothing."""
+        self._pending: OrderedDict[str, Layer] = OrderedDict()  # handed in and not agreed on
+        self._plan_of: dict[str, Plan] = {}  # of the batch that a layer was last seen in
+        self._plans.clear()
+        self._flight: Flight | None = None
+        self._jobs: list[Job] = []
+        self._serial = 0
+        self._must_talk = self._talking = self._choosing = False
+        self._talked: set[str] = set()
+        self.turn = 0
+        """Counts what ranks conclude about batches: the same number at the same place of their conversation."""
+
+    def connect(self, transport: Transport) -> None:
+        """Go on with the ranks that `transport` joins; what was learned from others is forgotten."""
+        with self._lock:
+            held = [*self._pending.values()]
+            self._drop_jobs()
+            self._start_over()
+            self._pending.update((layer.name, layer) for layer in held)
+            if self.transport is not None and self.transport is not transport:
+                self.transport.close()
+            self.transport = transport
+            self._rounds = Rounds(transport.rank, transport.size)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it holds nothing."""
+        return not (self._pending or self._jobs or self._submitted or self._flight)
+
+    def close(self) -> None:
+        """Nobody will use it again."""
+        progress.remove(self)
+        if self.transport is not None:
+            self.transport.close()
+
+    # ---- handing in and taking out ------------------------------------------------------------------------
+
+    def submit(self, layer: Layer) -> None:
+        """Hand in one gradient; full buckets of a known batch start on their way at once. Never blocks."""
+        self._submitted.append(layer)
+        if self._lock.acquire(blocking=False):
+            try:
+                full = self._take_in()
+                if full or time.perf_counter() >= self._next_look:
+                    self._look()
+            finally:
+                self._lock.release()
+        progress.add(self)
+
+    def _take_in(self) -> bool:
+        """Note what was handed in; True if a bucket is full now."""
+        full = False
+        while self._submitted:
+            layer = self._submitted.popleft()
+            if layer.name in self._pending:
+                raise ValueError(f"APSCompressor: {layer.name!r} was submitted twice before its result was used; "
+                                 f"give tensors of different models different names")
+            self._pending[layer.name] = layer
+            if self._flight is not None:
+                full |= self._flight.arrive(layer)
+            else:
+                full |= self._guess()
+        return full
+
+    def _guess(self) -> bool:
+        """Begin the batch that the first pending layer was last seen in; True if a bucket of it is full."""
+        if self._overlap and self._pending and self._may_board():
+            plan = self._plan_with(next(iter(self._pending)))
+            if plan is not None:
+                self._flight = Flight.of(plan, self._pending.values())
+                return self._flight.next_is_full
+        return False
+
+    def _look(self) -> None:
+        """Move on from within backward."""
+        if self.transport is not None and (self._flight is not None or self._jobs):
+            self._advance()
+            self._next_look = time.perf_counter() + LOOK_SECONDS
+
+    def wait(self, layers: Sequence[Layer] | None = None, turn: int | None = None, settle: bool = True) -> bool:
+        """Until these layers have their results; all that was submitted if None.
+
+        With None, what was submitted is a whole batch: ranks that have submitted anything else all get a ValueError.
+        With `turn`, gives up and returns False if layers were left over from the batch that began in that turn. With
+        `settle`, also waits until everything that this rank has said has been answered.
+        """
+        with self.context():
+            return progress.run(self, self.steps(layers, turn, settle))
+
+    def flush(self) -> None:
+        """`wait` for everything."""
+        self.wait()
+
+    def steps(self, layers: Sequence[Layer] | None = None, turn: int | None = None,
+              settle: bool = True) -> Generator[bool, None, bool]:
+        """`wait` in steps that never block, for a caller that drives several exchanges at once."""
+        with self._lock:
+            self._take_in()
+            wanted = [*self._pending.values()] if layers is None else list(layers)
+        while True:
+            with self._lock:
+                moved = self._move_on()
+                for layer in wanted:
+                    if layer.error is not None:
+                        raise layer.error
+                is_done = all(layer.done for layer in wanted)
+                if is_done and (not settle or self._is_settled()):
+                    self._end_wait()
+                    return True
+                if is_done:
+                    moved |= self._pass_if_incomplete()
+                elif self._is_stuck(wanted):
+                    if turn is not None and self.turn > turn:
+                        return False
+                    self._board_or_talk(waits=True, whole=layers is None)
+                    moved = True
+            yield moved
+
+    def _move_on(self) -> bool:
+        try:
+            self._take_in()
+            return self._advance()
+        except LostPeer as error:
+            self._fail(error)
+            raise
+
+    def _is_settled(self) -> bool:
+        """Whether all that this rank has said has been answered, and nothing is about to be said."""
+        return self._flight is None and not self._choosing and (self.transport is None or self._rounds.answered)
+
+    def _pass_if_incomplete(self) -> bool:
+        """Say that the rest of a batch will not come now, if there is a batch that was begun."""
+        flight = self._flight
+        if flight is None or flight.next_is_full or flight.is_launched or not self._rounds.answered:
+            return False
+        self._say(PASS, b"")
+        return True
+
+    def _end_wait(self) -> None:
+        if not self._jobs and not self._pending and self._is_settled():
+            progress.remove(self)
+            if self._submitted:  # in this very moment, by another thread
+                progress.add(self)
+            else:
+                self._load_now()
+
+    def drive(self, impatient: bool) -> bool:
+        """Move on while somebody waits for another exchange; answers ranks that talk about this one.
+
+        `impatient` also answers ranks that send headers of a batch that this rank does not hold: it may come to hold
+        it, and answering then costs another talk.
+        """
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            with self.context():
+                self._take_in()
+                moved = self._advance()
+                asked = set() if self.transport is None else self._rounds.asked
+                if PASS in asked:
+                    self._say(PASS, b"")
+                    moved = True
+                elif asked and self._pending and not self._choosing and self._gate_is_open():
+                    if self._flight is None and self._may_board():
+                        self._board()
+                    talks = TALK in asked or (impatient and self._flight is None)
+                    if talks and self._rounds.answered and set(self._pending) != self._talked:
+                        self._talk(waits=False, whole=False)
+                        moved = True
+                self._end_wait()
+                return moved
+        except Exception as error:
+            self._fail(error)
+            return True
+        finally:
+            self._lock.release()
+
+    # ---- state --------------------------------------------------------------------------------------------
+
+    def names(self) -> set[str]:
+        """What people call the layers of the batches that are remembered."""
+        return {spec.shown for plan in self._plans.values() for spec in plan.specs}
+
+    @property
+    def residuals(self) -> dict[str, Any]:
+        """What rounding has lost, by layer."""
+        return self._residuals.arrays
+
+    @property
+    def chosen(self) -> dict[str, Any] | None:
+        """The formats that overrides="auto" has chosen; None while it measures, and without it."""
+        return dict(self.options.overrides) if self._is_auto and self._chooser is None else None  # type: ignore
+
+    def change(self, changes: Mapping[str, Any]) -> None:
+        """Change options between steps, in the same way on all ranks; overrides by hand put an end to "auto"."""
+        self.options = self.options.replace(**changes)
+        if "overrides" in changes:
+            self._is_auto, self._chooser = False, None
+
+    def state(self) -> dict[str, Any]:
+        """Residuals and schedule position, as plain arrays and numbers."""
+        if self.options.error_feedback and (self._pending or self._jobs or self._submitted):
+            raise ValueError("APSCompressor: with error_feedback the state is in flux between backward and step; call "
+                             "state_dict() after optimizer.step()")
+        measured = None if self._chooser is None else self._chooser.state()
+        return {"step_number": self.step_number, "residuals": self._residuals.state(), "overrides": self.chosen,
+                "auto": measured}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a `state()`; what is on its way finishes first.
+
+        Formats that "auto" had chosen are for "auto" only, the user's own come first.
+        """
+        with self._lock:
+            self._loaded = state
+            if not (self._pending or self._jobs or self._submitted):
+                self._load_now()
+
+    def _load_now(self) -> None:
+        state, self._loaded = self._loaded, None
+        if state is None:
+            return
+        self.step_number = state["step_number"]
+        self._residuals.load(state["residuals"])
+        if self._is_auto and state["overrides"] is not None:
+            self.options = self.options.replace(overrides=state["overrides"])
+            self._chooser = None
+        elif self._chooser is not None and state.get("auto"):
+            self._chooser.load_state(state["auto"])
+
+    def inherit(self, other: Exchange) -> None:
+        """Take over what a rank keeps when the world around it changes."""
+        self.load_state(other.state())
+        self.statistics = other.statistics
+
+    def forget(self) -> None:
+        """Drop everything that was learned from the present ranks, for a changed world."""
+        with self._lock:
+            self._submitted.clear()
+            for layer in self._pending.values():
+                self._residuals.drop(layer)
+            self._drop_jobs()
+            self._start_over()
+            progress.remove(self)
+
+    def _drop_jobs(self) -> None:
+        """Keep the memory of what is on its way for good: the network may still write into it."""
+        works = [job.work for job in self._jobs]
+        if self._flight is not None:
+            works += self._flight.works[self._flight.n_agreed:]
+        if works:
+            _abandoned.append(works)
+            for work in works:
+                for layer in work.layers:
+                    self._residuals.drop(layer)
+
+    def _fail(self, error: BaseException) -> None:
+        """Everything that was handed in and not agreed on has failed; the next batch starts afresh on all ranks."""
+        for layer in self._pending.values():
+            layer.error = error
+            self._residuals.drop(layer)
+        self._pending.clear()
+        if isinstance(error, LostPeer):
+            for job in self._jobs:
+                for layer in job.work.layers:
+                    layer.error = error
+            self._drop_jobs()
+            self._jobs, self._flight = [], None
+        self._end_flight()
+        self._must_talk = self._talking = self._choosing = False
+        self._talked = set()
+        self.turn += 1
+        if self.transport is not None:
+            self._rounds.end_epoch()
+
+    # ---- the conversation with the other ranks ------------------------------------------------------------
+
+    def _gate_is_open(self) -> bool:
+        if self.gate is not None and self.gate():
+            self.gate = None
+        return self.gate is None
+
+    def _advance(self) -> bool:
+        """Listen, conclude, start buckets that may start, and move on those on their way; True if anything moved."""
+        self._gate_is_open()  # may connect us
+        transport = self.transport
+        if transport is None or not transport.ready():
+            return False
+        moved = False
+        for rank, message in transport.heard():
+            self._rounds.hear(rank, message)
+        while (said := self._rounds.conclude()) is not None:
+            try:
+                self._conclude(said)
+            except ValueError as error:
+                self._fail(error)
+            moved = True
+        if gone := self._rounds.missing() & transport.gone():
+            raise LostPeer(f"rank {min(gone)} has ended while this rank waits for it")
+        moved |= self._launch_full()
+        for job in self._jobs:
+            moved |= job.step()
+        if moved:
+            self._end_jobs()
+        return moved
+
+    def _conclude(self, said: list[tuple[int, bytes]]) -> None:
+        """All ranks have spoken in a round."""
+        kinds, bodies = {kind for kind, _ in said}, [body for _, body in said]
+        if kinds == {HEADER} and (exponents := shared_exponents(bodies)) is not None:
+            self._agree(exponents)
+        elif kinds == {TALK}:
+            self._settle(bodies)
+        elif kinds == {CHOICE}:
+            self._settle_choice(bodies)
+        elif kinds == {PASS}:
+            self.turn += 1
+            self._end_flight()
+        else:
+            trace("ranks say different things; all describe what they hold")
+            self.turn += 1
+            self._rounds.end_epoch()
+            self._end_flight()
+            self._must_talk, self._talking = True, False
+            self._talked = set()
+            if self._choosing:
+                self._choose()
+
+    def _say(self, kind: int, body: bytes) -> None:
+        assert self.transport is not None
+        self.transport.post(self._rounds.say(kind, body))
+
+    def _end_flight(self) -> None:
+        """Give up the buckets that were not agreed on; their layers are pending still."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        for work in flight.works[flight.n_agreed:]:
+            work.lease.end()
+        for name in flight.plan.make_up:  # the guess was wrong
+            if self._plan_of.get(name) is flight.plan:
+                del self._plan_of[name]
+
+    def _is_stuck(self, wanted: Iterable[Layer]) -> bool:
+        """Whether a wanted layer waits for something that only a talk can bring."""
+        if self._talking or self._choosing or self.transport is None or not self.transport.ready():
+            return False
+        if not self._gate_is_open():
+            return False
+        if self._flight is not None and (self._flight.next_is_full or self._flight.is_launched):
+            return False
+        return any(layer.name in self._pending for layer in wanted)
+
+    def _may_board(self) -> bool:
+        return not (self._must_talk or self._talking or self._choosing)
+
+    def _board_or_talk(self, waits: bool, whole: bool) -> None:
+        if self._flight is None and self._may_board() and self._board():
+            return
+        self._talk(waits, whole)
+
+    def _board(self) -> bool:
+        """Start the flight of all that is pending, if that is a batch that ranks have seen before."""
+        plan = self._plan_with(next(iter(self._pending)))
+        if plan is None or plan.make_up.keys() != self._pending.keys():
+            plan = self._plans.get(agreement.describe(self._specs(self._pending.values()), self.options))
+        if plan is None:
+            return False
+        flight = Flight.of(plan, self._pending.values())
+        if any(flight.missing):
+            return False
+        plan.options, plan.warm = self.options, self._is_warm()
+        self._plan_of.update((spec.name, plan) for spec in plan.specs)
+        self._flight = flight
+        return True
+
+    def _talk(self, waits: bool, whole: bool) -> None:
+        """Describe what this rank holds."""
+        layers = [*self._pending.values()]
+        trace("talking about %d layers", len(layers))
+        self._talking, self._talked = True, set(self._pending)
+        self._say(TALK, agreement.proposal(self._specs(layers), [layer.factor for layer in layers], self.options,
+                                           step_number=self.step_number, chosen=self.chosen, waits=waits, whole=whole))
+
+    def _settle(self, messages: list[bytes]) -> None:
+        """Start the flight of what all ranks hold."""
+        self._talking = False
+        proposals = agreement.parse_all(messages)
+        ahead = agreement.most_advanced(proposals)
+        if ahead is not None:  # the same on all ranks, so all of them talk again
+            self._catch_up(*ahead)
+            mine = proposals[self._rounds.rank]
+            self._talk(mine.waits, mine.whole)
+            return
+        names = agreement.settle(proposals)
+        self._must_talk = False
+        self.turn += 1
+        if names:
+            layers = [self._pending[name] for name in names]
+            self._flight = Flight.of(self._remember(self._specs(layers)), layers)
+
+    def _catch_up(self, step_number: int, chosen: dict[str, Any] | None) -> None:
+        """Go on where the most advanced rank is: this rank may have joined an elastic job just now."""
+        trace("going on at step %d instead of %d", step_number, self.step_number)
+        self.step_number = step_number
+        if self._is_auto and chosen is not None:
+            overrides = {name: tuple(value) if isinstance(value, list) else value for name, value in chosen.items()}
+            self.options = self.options.replace(overrides=overrides)
+            self._chooser = None
+
+    def _specs(self, layers: Iterable[Layer]) -> list[LayerSpec]:
+        warm = self._is_warm()
+        return [agreement.spec_of(layer, self.options, warm) for layer in layers]
+
+    def _is_warm(self) -> bool:
+        return self.step_number < self.options.warmup_steps or self._chooser is not None
+
+    def _plan_with(self, name: str) -> Plan | None:
+        """The plan of the batch that the layer was last seen in, if its formats still hold."""
+        plan = self._plan_of.get(name)
+        if plan is None or plan.options is not self.options or plan.warm != self._is_warm():
+            return None
+        return plan
+
+    def _remember(self, specs: list[LayerSpec]) -> Plan:
+        assert self.transport is not None
+        description = agreement.describe(specs, self.options)
+        plan = self._plans[description] = Plan(specs, description, self.transport.rank, self.transport.size,
+                                               self.options, self._is_warm())
+        if len(self._plans) > MAX_PLANS:
+            _, oldest = self._plans.popitem(last=False)
+            self._plan_of = {name: plan for name, plan in self._plan_of.items() if plan is not oldest}
+        self._plan_of.update((spec.name, plan) for spec in specs)
+        return plan
+
+    # ---- overrides="auto" ---------------------------------------------------------------------------------
+
+    def _choose(self) -> None:
+        """End of the measuring steps: propose every layer's format."""
+        assert self._chooser is not None and self.transport is not None
+        self._choosing = True
+        self._say(CHOICE, self._chooser.proposal(self.transport.size))
+
+    def _settle_choice(self, messages: list[bytes]) -> None:
+        assert self._chooser is not None and self.transport is not None
+        self._choosing = False
+        overrides = self._chooser.settle(messages)
+        self.options = self.options.replace(overrides=overrides)
+        self._chooser = None
+        if self.transport.rank == 0:
+            logger.warning("formats chosen by overrides=\"auto\":\n%s", format_table(overrides))
+
+    # ---- buckets ------------------------------------------------------------------------------------------
+
+    def _launch_full(self) -> bool:
+        """Start the buckets that are full, in order."""
+        if self._flight is None:
+            self._guess()
+        flight = self._flight
+        if flight is None or self._talking or self._choosing or not self._gate_is_open():
+            return False
+        moved = False
+        while flight.next_is_full:
+            self._launch(flight)
+            moved = True
+        return moved
+
+    def _launch(self, flight: Flight) -> None:
+        """Find the exponents of the next bucket and send its header."""
+        assert self.transport is not None
+        index = len(flight.works)
+        bucket, layers = flight.plan.buckets[index], flight.layers_of(index)
+        phase = timeline.phases(self.step_number, index, len(layers))
+        work = Work(self.kernels, self.transport, self.options, bucket, layers, Lease(self._pool), phase,
+                    self.step_number)
+        if self.options.error_feedback:
+            work.owned += self._residuals.fold(layers, work.table, bucket.layer_of_segment)
+        if self._chooser is not None:
+            self._chooser.observe(self.kernels, [layer.shown for layer in layers], work.table, bucket.layer_of_segment)
+        phase("APS_SCAN")
+        self.kernels.scan(work.table, stochastic=self.options.rounding == "stochastic")
+        exponents = np.full(len(layers), EXP_ZERO, np.int32)
+        np.maximum.at(exponents, bucket.layer_of_segment, work.table["exponent"])
+        flight.works.append(work)
+        header = Header(flight.plan.digest, factors_digest([layer.factor for layer in layers]), index, exponents).encode()
+        phase("APS_EXPONENTS", len(header) * (self.transport.size - 1))
+        self._say(HEADER, header)
+
+    def _agree(self, shared: np.ndarray) -> None:
+        """All ranks have sent the header of the next bucket: it goes on its way."""
+        flight = self._flight
+        assert flight is not None
+        index, work = flight.n_agreed, flight.works[flight.n_agreed]
+        exponents = self._final_exponents(shared, [flight.plan.specs[i] for i in work.bucket.layers])
+        work.table["exponent"] = exponents[work.bucket.layer_of_segment]
+        work.layer_exponents, work.specs = exponents, [flight.plan.specs[i] for i in work.bucket.layers]
+        work.tag = N_TAGS * self._serial
+        self._serial = (self._serial + 1) % MAX_SERIAL
+        for layer in work.layers:
+            del self._pending[layer.name]
+        flight.n_agreed += 1
+        reduction = flight.plan.reductions[index]
+        self._count_bytes(work, reduction.bytes_sent())
+        self._jobs.append(Job(work, reduction.run(work)))
+        if flight.is_agreed:
+            self._flight = None
+            self._end_batch()
+
+    def _end_batch(self) -> None:
+        """A whole flight has been agreed on, on all ranks at the same place of their conversation."""
+        self.step_number += 1
+        self.turn += 1
+        self._pool.end_batch()
+        if self._chooser is not None and self.step_number >= self.options.auto_steps:
+            self._choose()
+
+    def _final_exponents(self, shared: np.ndarray, specs: Sequence[LayerSpec]) -> np.ndarray:
+        """The exponents to encode with: as shared, or as the paper's low-precision sums need them."""
+        assert self.transport is not None
+        exponents = shared.copy()
+        ordinary = (exponents != EXP_ZERO) & (exponents != EXP_NONFINITE)
+        if self.options.accumulate != "float32":  # partial sums of N values must not overflow
+            exponents[ordinary] += int(np.ceil(np.log2(self.transport.size)))
+        if not self.options.scaling:  # a fixed scale of 1: every format's own top exponent
+            tops = np.array([agreement.top_exponent(spec.format) for spec in specs], np.int32)
+            exponents[ordinary] = tops[ordinary]
+        return exponents
+
+    def _count_bytes(self, work: Work, n_sent: float) -> None:
+        assert self.transport is not None
+        size = self.transport.size
+        n_elements = sum(spec.n_elements for spec in work.specs)
+        header = 4 * (10 + len(work.specs)) * (size - 1)
+        self.statistics.add_bytes(n_sent + header, 2 * (size - 1) / size * 4 * n_elements)
+
+    def _end_jobs(self) -> None:
+        """Hand over the results of buckets that have come home."""
+        finished = [job for job in self._jobs if job.finished]
+        if not finished:
+            return
+        self._jobs = [job for job in self._jobs if not job.finished]
+        for job in finished:
+            work = job.work
+            work.phase.end()
+            work.lease.end()
+            self.statistics.add_layers(work.specs, work.layer_exponents, work.bucket.layer_of_segment, work.measured)
+            for layer in work.layers:
+                layer.done = True
+
+
+_abandoned: list[Any] = []
+
+
+def local_allreduce(per_rank: Sequence[Sequence[Layer]], options: Options, kernels: Any,
+                    exchanges: Sequence[Exchange] | None = None) -> list[Exchange]:
+    """Reduce `per_rank[r]`, the layers of emulated rank r, in one process, through the real exchange.
+
+    Pass the returned exchanges in again to keep residuals and the step number over several calls.
+    """
+    from horovod_aps.transports.local import LocalTransport
+
+    if exchanges is None:
+        exchanges = [Exchange(kernels, transport, options) for transport in LocalTransport.world(len(per_rank))]
+    for exchange, layers in zip(exchanges, per_rank):
+        for layer in layers:
+            layer.done = layer.folded = False
+            exchange.submit(layer)
+    running = [exchange.steps() for exchange in exchanges]
+    while running:
+        running = [steps for steps in running if next(steps, None) is not None]
+    return list(exchanges)

@@ -1,0 +1,99 @@
+"""A batch whose make-up all ranks know (`Plan`), and one on its way (`Flight`): bookkeeping only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from horovod_aps import agreement
+from horovod_aps.engine.layer import Layer
+from horovod_aps.engine.reductions import Reduction, reduction_for
+from horovod_aps.engine.reductions.base import Steps, Work
+from horovod_aps.layout import LayerSpec, plan_buckets
+from horovod_aps.options import Options
+from horovod_aps.transports.base import Request
+
+
+class Plan:
+    """A batch whose make-up all ranks share: layer specs in bucket order, layouts, and how each bucket is reduced."""
+
+    def __init__(self, specs: Sequence[LayerSpec], description: str, rank: int, size: int, options: Options,
+                 warm: bool) -> None:
+        self.specs = list(specs)
+        self.options, self.warm = options, warm
+        self.make_up = {spec.name: (spec.shape, spec.dtype) for spec in self.specs}
+        self.digest = agreement.digest(description)
+        self.buckets = plan_buckets(self.specs, size, options.bucket_mb)
+        self.reductions: list[Reduction] = [reduction_for(bucket, rank, size) for bucket in self.buckets]
+        self.bucket_of = {self.specs[layer].name: i for i, b in enumerate(self.buckets) for layer in b.layers}
+
+
+class Job:
+    """One agreed bucket going through its reduction; `step` moves it on when what it waits for is done."""
+
+    def __init__(self, work: Work, steps: Steps) -> None:
+        self.work, self._steps = work, steps
+        self._request: Request | None = next(steps, None)
+
+    @property
+    def finished(self) -> bool:
+        return self._request is None
+
+    def step(self) -> bool:
+        """Advance as far as possible; True if anything moved."""
+        moved = False
+        while self._request is not None and self._request.done():
+            self._request = next(self._steps, None)
+            moved = True
+        return moved
+
+
+@dataclass
+class Flight:
+    """A planned batch on its way: which layers have arrived, and the buckets whose headers have been sent."""
+
+    plan: Plan
+    missing: list[int] = field(init=False)  # layers that are still missing, by bucket
+    layers: dict[str, Layer] = field(default_factory=dict)
+    works: list[Work] = field(default_factory=list)  # of the buckets whose headers have been sent
+    n_agreed: int = 0
+
+    def __post_init__(self) -> None:
+        self.missing = [len(bucket.layers) for bucket in self.plan.buckets]
+
+    @classmethod
+    def of(cls, plan: Plan, layers: Iterable[Layer]) -> Flight:
+        """A flight with layers on board."""
+        flight = cls(plan)
+        for layer in layers:
+            flight.arrive(layer)
+        return flight
+
+    def arrive(self, layer: Layer) -> bool:
+        """Note a layer that is as planned; True if it was the last of its bucket."""
+        if self.plan.make_up.get(layer.name) != (layer.shape, layer.dtype) or layer.name in self.layers:
+            return False
+        bucket = self.plan.bucket_of[layer.name]
+        self.layers[layer.name] = layer
+        self.missing[bucket] -= 1
+        return self.missing[bucket] == 0
+
+    @property
+    def next_is_full(self) -> bool:
+        """Whether there is a bucket to start, and all its layers are there."""
+        index = len(self.works)
+        return index < len(self.missing) and self.missing[index] == 0
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether the headers of all buckets have been sent."""
+        return len(self.works) == len(self.missing)
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether all buckets have been agreed on."""
+        return self.n_agreed == len(self.missing)
+
+    def layers_of(self, index: int) -> list[Layer]:
+        """The layers of one bucket, in its order."""
+        return [self.layers[self.plan.specs[i].name] for i in self.plan.buckets[index].layers]

@@ -1,0 +1,96 @@
+"""Whoever waits keeps all exchanges of the process moving, not only its own.
+
+Ranks may wait for the results of different exchanges in different orders. While Horovod itself holds the program, in a
+wait of its own or in a long piece of backward, a thread does the same.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Generator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from horovod_aps.engine.exchange import Exchange
+
+POLL_SECONDS = 50e-6  # between looks at the network while there is nothing else to do
+THREAD_SECONDS = 2e-3  # between looks of the thread
+ALONE_SECONDS = 10e-3  # without a look by anyone else, after which the thread looks
+IMPATIENT_SECONDS = 0.1  # without any movement
+
+_active: dict[int, Exchange] = {}  # that hold something
+_lock = threading.Lock()
+_awake = threading.Event()
+_thread: threading.Thread | None = None
+_last_look = 0.0
+
+
+def add(exchange: Exchange) -> None:
+    """The exchange holds something that others may wait for."""
+    global _thread, _last_look
+    if id(exchange) in _active:
+        return
+    with _lock:
+        _active[id(exchange)] = exchange
+        _last_look = time.monotonic()
+        if _thread is None or not _thread.is_alive() or _pid != os.getpid():
+            _start_thread()
+    _awake.set()
+
+
+def remove(exchange: Exchange) -> None:
+    """The exchange holds nothing any more."""
+    with _lock:
+        _active.pop(id(exchange), None)
+        if not _active:
+            _awake.clear()
+
+
+def run(exchange: Exchange, steps: Generator[bool, None, bool]) -> bool:
+    """Take the steps of a wait to their end, and those of all other exchanges in between; returns what they return."""
+    global _last_look
+    idle, since = 0, time.monotonic()
+    while True:
+        try:
+            moved = next(steps)
+        except StopIteration as end:
+            return bool(end.value)
+        _last_look = now = time.monotonic()
+        if moved or (len(_active) > 1 and drive_others(exchange, now - since > IMPATIENT_SECONDS)):
+            idle, since = 0, now
+            continue
+        idle += 1
+        # Yield the core at first, in case the answer is near; then sleep, so that the kernels of the other ranks and
+        # Horovod's own thread get the cores.
+        time.sleep(0 if idle < 20 else POLL_SECONDS)
+
+
+def drive_others(exchange: Exchange | None, impatient: bool) -> bool:
+    """Move all exchanges on but the one whose caller waits for it; those that any thread may drive if None."""
+    moved = False
+    for other in list(_active.values()):
+        if other is not exchange and (exchange is not None or other.any_thread):
+            moved |= other.drive(impatient)
+    return moved
+
+
+_pid = 0
+
+
+def _start_thread() -> None:
+    global _thread, _pid
+    _pid = os.getpid()
+    _thread = threading.Thread(target=_look_now_and_then, name="horovod_aps progress", daemon=True)
+    _thread.start()
+
+
+def _look_now_and_then() -> None:
+    since = time.monotonic()
+    while True:
+        _awake.wait()
+        time.sleep(THREAD_SECONDS)
+        now = time.monotonic()
+        if now - _last_look > ALONE_SECONDS and drive_others(None, now - since > IMPATIENT_SECONDS):
+            since = now

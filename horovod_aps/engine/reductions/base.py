@@ -1,0 +1,99 @@
+"""What a reduction is, and what it is given: one bucket on its way.
+
+A reduction is made once per bucket of a plan and run in every step. `run` is a generator: it yields what it waits for,
+and is resumed when that is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from horovod_aps.engine.layer import Layer
+from horovod_aps.engine.pool import Lease
+from horovod_aps.kernels import SUM_FLOAT, SUM_FORMAT, SUM_KAHAN
+from horovod_aps.layout import ITEM_SIZES, BucketLayout, LayerSpec
+from horovod_aps.options import Options
+from horovod_aps.timeline import Phases
+from horovod_aps.transports.base import Request, Transport
+
+ACCUMULATE_CODES = {"float32": SUM_FLOAT, "format": SUM_FORMAT, "kahan": SUM_KAHAN}
+N_TAGS = 4  # that one bucket may use
+
+Steps = Generator[Request, None, None]
+
+
+class Reduction(Protocol):
+    """One bucket from agreed exponents to results."""
+
+    def bytes_sent(self) -> float:
+        """Packed bytes that this rank sends in one run."""
+
+    def run(self, work: Work) -> Steps:
+        """Reduce the bucket; on return every target holds its result."""
+
+
+@dataclass
+class Work:
+    """One bucket on its way: its layers, its tables, and the tools to reduce it with."""
+
+    kernels: Any
+    transport: Transport
+    options: Options
+    bucket: BucketLayout
+    layers: list[Layer]
+    lease: Lease
+    phase: Phases
+    step_number: int
+    table: np.ndarray = field(init=False)
+    """Segments that point at what is to be encoded, later at where results go; with the agreed exponents."""
+    owned: list[Any] = field(default_factory=list)
+    """Memory that the tables point into."""
+    tag: int = 0
+    specs: list[LayerSpec] = field(default_factory=list)
+    layer_exponents: np.ndarray = field(init=False)
+    """By layer, as agreed on."""
+    measured: np.ndarray | None = None
+    """What the kernels have measured of rounding, if asked to."""
+
+    def __post_init__(self) -> None:
+        self.table = self.bucket.segments.copy()
+        self._point_at([layer.source for layer in self.layers])
+        factors = np.array([layer.factor for layer in self.layers])
+        self.table["factor"] = factors[self.bucket.layer_of_segment]
+
+    def _point_at(self, addresses: list[int]) -> None:
+        starts = np.array(addresses, np.uint64)[self.bucket.layer_of_segment]
+        sizes = np.array(ITEM_SIZES)[self.bucket.segments["dtype"]]
+        self.table["data"] = starts + (self.table["first"] * sizes).astype(np.uint64)
+        self.table["dtype"] = self.bucket.segments["dtype"]
+
+    def point_at_targets(self) -> None:
+        """Aim the segments at where the results go."""
+        self._point_at([layer.target for layer in self.layers])
+
+    @property
+    def mode(self) -> int:
+        """How the kernels add up."""
+        return ACCUMULATE_CODES[self.options.accumulate]
+
+    def seed(self, stream: int) -> int | None:
+        """Seed of stochastic rounding: another one for every step and rank, the same in every run."""
+        if self.options.rounding == "nearest":
+            return None
+        return (self.options.seed << 40) ^ (self.step_number << 16) ^ stream
+
+    def encode(self, segments: np.ndarray, message: np.ndarray) -> None:
+        """Round, scale and pack what the segments point at."""
+        self.phase("APS_ENCODE")
+        self.kernels.encode(segments, message, self.seed(self.transport.rank))
+
+    def encoded(self, message: np.ndarray) -> None:
+        """All of the bucket is in `message`: keep what rounding has lost, and measure it if asked to."""
+        if self.options.stats:
+            self.measured = self.kernels.measure(self.table, message)
+        if self.options.error_feedback:
+            self.kernels.residual(self.table, message)

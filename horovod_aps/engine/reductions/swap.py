@@ -1,0 +1,38 @@
+"""Two ranks swap what they have encoded, part by part: one part is on its way while the next is encoded.
+
+One phase and one rounding, where scatter and gather would take two of each and send as many bytes.
+"""
+
+from __future__ import annotations
+
+from horovod_aps.engine.reductions.base import Steps, Work
+from horovod_aps.layout import BucketLayout, part_of
+
+
+class Swap:
+    """A bucket in one piece, between two ranks."""
+
+    def __init__(self, bucket: BucketLayout, rank: int, size: int) -> None:
+        self._n_bytes, self._others = int(bucket.shard_bytes[-1]), [k for k in range(size) if k != rank]
+        self._parts = bucket.parts()
+
+    def bytes_sent(self) -> float:
+        return self._n_bytes * len(self._others)
+
+    def run(self, work: Work) -> Steps:
+        rank, size = work.transport.rank, work.transport.size
+        send = work.lease.take(self._n_bytes)
+        received = {k: work.lease.take(self._n_bytes) for k in self._others}
+        requests = []
+        for rows, span in self._parts:
+            work.encode(part_of(work.table, rows, span.start), send[span])
+            work.phase("APS_ALLGATHER", (span.stop - span.start) * len(self._others))
+            requests.append(work.transport.transfer({k: send[span] for k in self._others},
+                                                    {k: received[k][span] for k in self._others}, work.tag))
+        work.encoded(send)
+        work.point_at_targets()
+        for (rows, span), request in zip(self._parts, requests):
+            yield request
+            work.phase("APS_DECODE")
+            inputs = [send[span] if k == rank else received[k][span] for k in range(size)]
+            work.kernels.decode(part_of(work.table, rows, span.start), inputs, work.mode)

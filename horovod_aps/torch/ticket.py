@@ -1,0 +1,84 @@
+"""A ticket: the Horovod operation that stands for tensors in our hands.
+
+Horovod waits for it before it asks for results. It is a SUM all-reduce of a few words in which every rank says what
+the others must know before they can talk to it; a rank in `hvd.join()` contributes zeros, and so is seen to be absent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from horovod.common.exceptions import HorovodInternalError
+from horovod.torch import mpi_ops
+
+from horovod_aps.engine.progress import POLL_SECONDS
+from horovod_aps.transports import sockets
+
+PRESENT, PACKED, SPEAKS_MPI, N_WORDS = range(4)
+
+
+class Ticket:
+    """One such operation under way, or over."""
+
+    def __init__(self, label: str, process_set_id: int, rank: int, size: int, *, packed: bool,
+                 speaks_mpi: bool) -> None:
+        words = np.zeros(N_WORDS + sockets.WORDS_PER_RANK * size, np.int32)
+        words[:N_WORDS] = (1, packed, speaks_mpi)
+        if packed and not speaks_mpi:
+            words[N_WORDS:] = sockets.listener().words(rank, size)
+        self._size = size
+        self._words = torch.from_numpy(words)
+        self._over = False
+        self.handle: int = mpi_ops.mpi_lib.horovod_torch_allreduce_async_torch_IntTensor(
+            self._words, self._words, 1, label.encode(), mpi_ops.Sum, 1.0, 1.0, process_set_id)
+
+    def is_over(self) -> bool:
+        """Whether all ranks have answered; never blocks."""
+        if not self._over:
+            try:
+                self._over = mpi_ops.poll(self.handle)
+            except ValueError:  # Horovod has waited for it and forgotten it
+                self._over = True
+        return self._over
+
+    def waited_for(self) -> None:
+        """Horovod has waited for it."""
+        self._over = True
+
+    def wait(self, unless: Callable[[], bool], meanwhile: Callable[[], bool]) -> None:
+        """Wait for it ourselves, for tensors that Horovod has lost sight of, unless that is no longer needed."""
+        while not self.is_over():
+            if unless():
+                return
+            if not meanwhile():
+                time.sleep(POLL_SECONDS)
+        if self.handle not in mpi_ops._handle_map:  # else Horovod will
+            try:
+                mpi_ops.mpi_lib.horovod_torch_wait_and_clear(self.handle)
+            except ValueError:
+                pass  # it has been cleared
+            except RuntimeError as error:
+                raise HorovodInternalError(error) from None
+
+    def word(self, which: int) -> int:
+        """The sum of what all ranks have said, once it is over."""
+        return int(self._words[which])
+
+    @property
+    def addresses(self) -> np.ndarray:
+        """Where all ranks listen, once it is over."""
+        return self._words[N_WORDS:].numpy()
+
+    def check(self) -> None:
+        """Raise ValueError, on all ranks, if not all of them are here and mean the same transport."""
+        n_present, n_packed = self.word(PRESENT), self.word(PACKED)
+        if 0 < n_packed < n_present:
+            raise ValueError(f'APSCompressor: option transport is "packed" on {n_packed} ranks and "allreduce" on '
+                             f"{n_present - n_packed}; all ranks must use the same options")
+        if n_packed and n_present != self._size:
+            raise ValueError(f"APSCompressor: {self._size - n_present} of {self._size} ranks are in hvd.join(), which "
+                             f'only a plain all-reduce can go on without; use APSCompressor(..., '
+                             f'transport="allreduce")')

@@ -1,0 +1,1 @@
+"""Ways to move bytes between ranks: `base` says what the engine asks of one, each other module is one."""

@@ -1,0 +1,194 @@
+"""The transport straight over MPI, used when Horovod itself runs on MPI with thread support.
+
+Everything goes by point-to-point messages on a private communicator. Making that communicator is collective and blocks
+until all its ranks have come, so a thread does it; freeing it waits until every rank has taken its leave, so that no
+message can arrive for a communicator that is gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from horovod_aps.errors import LostPeer
+from horovod_aps.transports.base import Bytes
+
+TAG_CONTROL, TAG_DATA = 0, 1
+MAX_TAG = 1 << 15  # what every MPI can count to
+MAX_MESSAGE = 1 << 30  # bytes; MPI counts are int32
+# Between hosts in pieces that Open MPI sends at once. Of a longer message it sends the rest only when the receiver has
+# answered, and while Horovod's thread is in MPI as well, that answer waits behind the data of the other direction.
+MAX_EAGER = 60 << 10
+FAREWELL = b""  # the last control message of a rank
+FAREWELL_SECONDS = 10.0  # a rank that has failed must not wait long for those that wait for it
+
+_open: list[MpiTransport] = []  # all that are not closed
+_leaving: list[MpiTransport] = []  # closed here, and some other rank may still send
+_lock = threading.RLock()
+
+
+def _take_leave() -> None:
+    """Wait for the last exchanges of the others: Horovod ends MPI on all ranks as soon as the first one leaves."""
+    from mpi4py import MPI
+
+    if MPI.Is_finalized():
+        return
+    for transport in list(_open):
+        transport.close()
+    deadline = time.monotonic() + FAREWELL_SECONDS
+    while not MPI.Is_finalized() and _sweep() and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+def _sweep() -> int:
+    """Free what every rank has left; returns how many are still waited for."""
+    with _lock:
+        for transport in list(_leaving):
+            if transport._has_left():
+                _leaving.remove(transport)
+        return len(_leaving)
+
+
+class _MpiRequest:
+    """MPI requests that finish together; keeps `buffers` alive until then."""
+
+    def __init__(self, requests: list[Any], buffers: Any) -> None:
+        self._requests, self._buffers = requests, buffers
+
+    def done(self) -> bool:
+        from mpi4py import MPI
+
+        if self._requests and MPI.Is_finalized():
+            raise LostPeer("Horovod has been shut down on another rank in the middle of an exchange")
+        if self._requests and not MPI.Request.Testall(self._requests):
+            return False
+        self._requests, self._buffers = [], None
+        return True
+
+
+class MpiTransport:
+    """Messages on a communicator of our own."""
+
+    memory = "host"
+
+    def __init__(self, ranks: Sequence[int], tag: int = 0) -> None:
+        """Join `ranks`, as they are numbered in the world; `tag` tells apart what is made at the same time."""
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        self.rank, self.size = list(ranks).index(MPI.COMM_WORLD.rank), len(ranks)
+        self._comm: Any = None
+        self._piece: list[int] = []
+        self._sends: list[tuple[Any, Any]] = []  # control messages under way, and what they send
+        self._left: set[int] = {self.rank}
+        self._said_farewell = False
+        self._error: BaseException | None = None
+        with _lock:
+            _sweep()
+            if not _open and not _leaving:
+                # Registered late, so that it comes before Horovod's own end.
+                atexit.unregister(_take_leave)
+                atexit.register(_take_leave)
+            _open.append(self)
+        self._thread: threading.Thread | None = threading.Thread(
+            target=self._connect, args=(list(ranks), tag % MAX_TAG), name="horovod_aps connect", daemon=True)
+        self._thread.start()
+
+    def _connect(self, ranks: list[int], tag: int) -> None:
+        try:
+            mpi, world = self._mpi, self._mpi.COMM_WORLD
+            comm = world.Create_group(world.group.Incl(ranks), tag=tag)
+            near = comm.Split_type(mpi.COMM_TYPE_SHARED)
+            places = mpi.Group.Translate_ranks(comm.group, list(range(self.size)), near.group)
+            self._piece = [MAX_EAGER if place == mpi.UNDEFINED else MAX_MESSAGE for place in places]
+            near.Free()
+            self._comm = comm
+        except BaseException as error:
+            self._error = error
+
+    def ready(self) -> bool:
+        if self._thread is not None:
+            if self._thread.is_alive():
+                return False
+            self._thread = None
+        if self._error is not None:
+            raise self._error
+        return self._comm is not None
+
+    def post(self, message: bytes) -> None:
+        self._check()
+        self._sends = [(request, kept) for request, kept in self._sends if not request.Test()]
+        for step in range(1, self.size):
+            target = (self.rank + step) % self.size
+            self._sends.append((self._comm.Isend([message, self._mpi.BYTE], dest=target, tag=TAG_CONTROL), message))
+
+    def heard(self) -> list[tuple[int, bytes]]:
+        self._check()
+        messages = []
+        status = self._mpi.Status()
+        while (found := self._comm.Improbe(tag=TAG_CONTROL, status=status)) is not None:
+            content = bytearray(status.Get_count(self._mpi.BYTE))
+            source = status.Get_source()
+            found.Recv([content, self._mpi.BYTE])
+            if content == FAREWELL:
+                self._left.add(source)
+            else:
+                messages.append((source, bytes(content)))
+        return messages
+
+    def gone(self) -> set[int]:
+        return self._left - {self.rank}
+
+    def transfer(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], tag: int) -> _MpiRequest:
+        self._check()
+        requests = []
+        tag = TAG_DATA + tag
+        # Start with the next rank so that no receiver is everyone's first target.
+        for step in range(1, self.size):
+            source = (self.rank - step) % self.size
+            if source in incoming:
+                for chunk in _chunks(incoming[source], self._piece[source]):
+                    requests.append(self._comm.Irecv(chunk, source=source, tag=tag))
+        for step in range(1, self.size):
+            target = (self.rank + step) % self.size
+            if target in outgoing:
+                for chunk in _chunks(outgoing[target], self._piece[target]):
+                    requests.append(self._comm.Isend(chunk, dest=target, tag=tag))
+        return _MpiRequest(requests, (outgoing, incoming))
+
+    def _check(self) -> None:
+        if self._mpi.Is_finalized():
+            raise LostPeer("Horovod has been shut down while an exchange was under way")
+
+    def close(self) -> None:
+        # May be called by the garbage collector: nothing is sent here.
+        with _lock:
+            if self in _open:
+                _open.remove(self)
+                _leaving.append(self)
+
+    def _has_left(self) -> bool:
+        """Say farewell, if not done yet, and free the communicator once all others have."""
+        if self._mpi.Is_finalized() or self._error is not None:
+            return True
+        if not self.ready():
+            return False
+        if not self._said_farewell:
+            self.post(FAREWELL)
+            self._said_farewell = True
+        self.heard()
+        self._sends = [(request, kept) for request, kept in self._sends if not request.Test()]
+        if len(self._left) < self.size or self._sends:
+            return False
+        self._comm.Free()
+        return True
+
+
+def _chunks(array: np.ndarray, piece: int) -> list[np.ndarray]:
+    """Pieces of a message; none for an empty one."""
+    return [array[start:start + piece] for start in range(0, len(array), piece)]

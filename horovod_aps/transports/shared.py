@@ -1,0 +1,60 @@
+"""Several exchanges over one transport, each with its own conversation.
+
+For a frontend with an exchange per call site, which run one after the other, in the same order on all ranks: their
+control messages carry the name of the call site, and their transfers may use the same tags.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Mapping
+
+from horovod_aps.transports.base import Bytes, Request, Transport
+
+NAME_BYTES = 4
+
+
+class SharedTransport:
+    """One transport, and the conversations that go over it."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self._mail: dict[bytes, deque[tuple[int, bytes]]] = {}
+
+    def channel(self, name: str) -> Channel:
+        """The transport as one exchange sees it; ranks find each other by the name."""
+        return Channel(self, zlib.crc32(name.encode()).to_bytes(NAME_BYTES, "little"))
+
+    def collect(self, name: bytes) -> list[tuple[int, bytes]]:
+        """Messages for one channel; those for others are kept for them."""
+        for rank, message in self.transport.heard():
+            self._mail.setdefault(message[:NAME_BYTES], deque()).append((rank, message[NAME_BYTES:]))
+        return list(self._mail.pop(name, ()))
+
+
+class Channel:
+    """What one exchange sees of a shared transport."""
+
+    def __init__(self, shared: SharedTransport, name: bytes) -> None:
+        self._shared, self._name = shared, name
+        transport = shared.transport
+        self.rank, self.size, self.memory = transport.rank, transport.size, transport.memory
+
+    def ready(self) -> bool:
+        return self._shared.transport.ready()
+
+    def post(self, message: bytes) -> None:
+        self._shared.transport.post(self._name + message)
+
+    def heard(self) -> list[tuple[int, bytes]]:
+        return self._shared.collect(self._name)
+
+    def gone(self) -> set[int]:
+        return self._shared.transport.gone()
+
+    def transfer(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], tag: int) -> Request:
+        return self._shared.transport.transfer(outgoing, incoming, tag)
+
+    def close(self) -> None:
+        """Others may still use it."""
