@@ -20,6 +20,7 @@ from horovod_aps.options import FLOAT32, Options, WireFormat
 
 DTYPE_NAMES = ("float32", "float64", "float16", "bfloat16")
 LAYER_KEYS = {"shape", "dtype", "format", "specials"}
+MAX_NAMED = 4  # tensors in one message
 MAX_PROPOSAL = 1 << 28  # bytes; half a million layers need less
 
 
@@ -136,10 +137,14 @@ def settle(proposals: Sequence[Proposal]) -> list[str]:
     stuck = not common and all(one.waits for one in proposals)
     if stuck or any(one.whole for one in proposals):
         for rank, other in enumerate(proposals):
-            for name in sorted(set(first.layers) ^ set(other.layers)):
-                has, has_not = (0, rank) if name in first.layers else (rank, 0)
-                raise ValueError(f"APSCompressor: tensor {name!r} was submitted on rank {has} but not on rank {has_not}")
+            if odd := sorted(set(first.layers) ^ set(other.layers)):
+                raise ValueError("APSCompressor: " + "; ".join(_lack(name, first, rank) for name in odd[:MAX_NAMED]))
     return [name for name in first.order if name in common]
+
+
+def _lack(name: str, first: Proposal, rank: int) -> str:
+    has, has_not = (0, rank) if name in first.layers else (rank, 0)
+    return f"tensor {name!r} was submitted on rank {has} but not on rank {has_not}"
 
 
 def _parse(raw: bytes, rank: int) -> Proposal:

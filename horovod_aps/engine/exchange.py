@@ -84,6 +84,7 @@ class Exchange:
         self._serial = 0
         self._must_talk = self._talking = self._choosing = False
         self._talked: set[str] = set()
+        self.n_talks = 0
         self.turn = 0
         """Counts what ranks conclude about batches: the same number at the same place of their conversation."""
 
@@ -422,7 +423,7 @@ class Exchange:
         """Whether a wanted layer waits for something that only a talk can bring."""
         if self._talking or self._choosing or self.transport is None or not self.transport.ready():
             return False
-        if not self._gate_is_open():
+        if not self._gate_is_open() or not self._rounds.answered:
             return False
         if self._flight is not None and (self._flight.next_is_full or self._flight.is_launched):
             return False
@@ -455,6 +456,7 @@ class Exchange:
         """Describe what this rank holds."""
         layers = [*self._pending.values()]
         trace("talking about %d layers", len(layers))
+        self.n_talks += 1
         self._talking, self._talked = True, set(self._pending)
         self._say(TALK, agreement.proposal(self._specs(layers), [layer.factor for layer in layers], self.options,
                                            step_number=self.step_number, chosen=self.chosen, waits=waits, whole=whole))

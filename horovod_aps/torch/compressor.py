@@ -239,35 +239,37 @@ class APSCompressor(BaseCompressor, Compressor):
         """Have the result of a tensor, or raise why there is none."""
         batch, layer = ctx.batch, ctx.layer
         assert batch is not None and layer is not None
-        if batch.closed and layer.done:
-            return
         batch.ticket.waited_for()
-        while True:
+        while not self._reduce(batch, layer):
+            # Not all ranks had handed it in when results were first taken: it belongs to the batch after that.
+            batch = ctx.batch = self._open_batch(batch.process_set_id, batch.device)
+            batch.ticket.wait(lambda: layer.done or layer.error is not None, partial(progress.drive_others, None, False))
+            if layer.done:
+                break
+        self._look_for_idle_overrides(batch.exchange)
+
+    def _reduce(self, batch: _Batch, layer: Layer) -> bool:
+        """Wait for the result of a layer, and close its batch; False if the layer was left over."""
+        if layer.error is None and layer.done and batch.closed:
+            return True
+        try:
             self._check(batch, layer)
             if batch.carrier is not None and not layer.done:
                 batch.carrier.flush()
             if batch.exchange is None or batch.size == 1:
-                done = True
-            elif batch.group is not None:
-                done = batch.exchange.wait(batch.group, settle=False)
-            else:
-                done = batch.exchange.wait([layer], turn=-1 if batch.closed else batch.turn, settle=not batch.closed)
+                return True
+            if batch.group is not None:
+                return batch.exchange.wait(batch.group, settle=False)
+            return batch.exchange.wait([layer], turn=-1 if batch.closed else batch.turn, settle=not batch.closed)
+        finally:
             batch.closed = True
-            if done:
-                self._look_for_idle_overrides(batch.exchange)
-                return
-            batch = ctx.batch = self._open_batch(batch.process_set_id, batch.device)
-            batch.ticket.wait(lambda: layer.done or layer.error is not None, partial(progress.drive_others, None, False))
-            if layer.done:
-                return
 
     def _check(self, batch: _Batch, layer: Layer) -> None:
         if layer.error is not None:
             raise layer.error
         try:
             batch.ticket.check()
-        except ValueError as error:
-            batch.closed, layer.error = True, error
+        except ValueError:
             if batch.exchange is not None:
                 batch.exchange.forget()
             raise
