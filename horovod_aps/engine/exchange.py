@@ -385,6 +385,7 @@ class Exchange:
     def _conclude(self, said: list[tuple[int, bytes]]) -> None:
         """All ranks have spoken in a round."""
         kinds, bodies = {kind for kind, _ in said}, [body for _, body in said]
+        trace("turn %d epoch %d: %s", self.turn, self._rounds.epoch, [kind for kind, _ in said])
         if kinds == {HEADER} and (exponents := shared_exponents(bodies)) is not None:
             self._agree(exponents)
         elif kinds == {TALK}:

@@ -243,8 +243,12 @@ class APSCompressor(BaseCompressor, Compressor):
         while not self._reduce(batch, layer):
             # Not all ranks had handed it in when results were first taken: it belongs to the batch after that.
             batch = ctx.batch = self._open_batch(batch.process_set_id, batch.device)
-            batch.ticket.wait(lambda: layer.done or layer.error is not None, partial(progress.drive_others, None, False))
-            if layer.done:
+            over = batch.ticket.wait(lambda: layer.done or layer.error is not None,
+                                     partial(progress.drive_others, None, False))
+            if layer.done or layer.error is not None:
+                batch.closed |= over
+                if layer.error is not None:
+                    raise layer.error
                 break
         self._look_for_idle_overrides(batch.exchange)
 

@@ -48,11 +48,14 @@ class Ticket:
         """Horovod has waited for it."""
         self._over = True
 
-    def wait(self, unless: Callable[[], bool], meanwhile: Callable[[], bool]) -> None:
-        """Wait for it ourselves, for tensors that Horovod has lost sight of, unless that is no longer needed."""
+    def wait(self, unless: Callable[[], bool], meanwhile: Callable[[], bool]) -> bool:
+        """Wait for it ourselves, for tensors that Horovod has lost sight of, unless that is no longer needed.
+
+        Returns whether it is over; then no tensor may join it any more.
+        """
         while not self.is_over():
             if unless():
-                return
+                return False
             if not meanwhile():
                 time.sleep(POLL_SECONDS)
         if self.handle not in mpi_ops._handle_map:  # else Horovod will
@@ -62,6 +65,7 @@ class Ticket:
                 pass  # it has been cleared
             except RuntimeError as error:
                 raise HorovodInternalError(error) from None
+        return True
 
     def word(self, which: int) -> int:
         """The sum of what all ranks have said, once it is over."""

@@ -255,9 +255,8 @@ def test_dropped_compressors_give_their_connections_back():
 
     gc.collect()
     before = n_links()
-    for i in range(20):
+    for i in range(12):
         hvd.allreduce(torch.ones(10), name=f"drop.{i}", compression=APSCompressor(4, 3))
-        gc.collect()
         hvd.allreduce(torch.ones(1), name="in step")
     assert n_links() <= before + 3  # those that some rank has not left yet
 
