@@ -27,6 +27,7 @@ from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO, SUM_FLOAT, SUM_FORMAT, 
 from horovod_aps.layout import EXPONENT_BYTES, MAX_LAYERS, BucketLayout, LayerSpec, part_of
 from horovod_aps.log import logger, trace
 from horovod_aps.options import Options
+from horovod_aps.seeds import stochastic_seed
 from horovod_aps.statistics import Statistics
 from horovod_aps.transport import LocalTransport, PendingTransport, Transport
 
@@ -470,9 +471,7 @@ class Exchange:
 
     def _seed(self, stream: int) -> int | None:
         """Seed of stochastic rounding: another one for every step and rank, the same in every run."""
-        if self.options.rounding == "nearest":
-            return None
-        return (self.options.seed << 40) ^ (self.step_number << 16) ^ stream
+        return stochastic_seed(self.options, self.step_number, stream)
 
     def _account(self, plan: Plan, bucket: BucketLayout, buffers: Buffers, exponents: np.ndarray) -> None:
         size = self.transport.size
