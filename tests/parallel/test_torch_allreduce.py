@@ -9,7 +9,7 @@ import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
-from exchange_oracle import SIZES, assert_same_bits, expected, make_gradients
+from exchange_oracle import SIZES, assert_same_bits, carrier_pairs, expected, make_gradients
 from reference import Format
 from torch_common import to_numpy, to_torch
 
@@ -225,6 +225,15 @@ def test_disagreement_with_the_allreduce_transport(what):
         hvd.allreduce(torch.ones(5), name="odd", compression=compressor,
                       op=hvd.Sum if odd and what == "op" else hvd.Average)
     assert torch.all(hvd.allreduce(torch.ones(7), name="fresh", compression=APSCompressor(4, 3)) == 1)
+
+
+@pytest.mark.parametrize("fmt", [(4, 3), (5, 2)], ids=str)
+def test_carrier_equals_simulation(fmt):
+    """transport="allreduce": every value meets every other; 1 and 0.8125 made 0.5 of 0.90625 over Gloo."""
+    grads, wanted = carrier_pairs(*fmt, hvd.size(), hvd.gloo_enabled())
+    compressor = APSCompressor(*fmt, transport="allreduce")
+    result = hvd.allreduce(to_torch(grads[hvd.rank()]), name="pairs", op=hvd.Sum, compression=compressor)
+    assert_same_bits(to_numpy(result), wanted)
 
 
 def test_error_feedback_wants_names():
