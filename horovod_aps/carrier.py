@@ -42,8 +42,8 @@ class Place:
 def carrier_place(options: Options, size: int, over_gloo: bool) -> Place:
     """Where (e, m) values are exact, and no sum of up to `size` of them overflows or is lost by Gloo, in any order.
 
-    float16 below 1 where they fit; else MPI takes the whole of float16, and Gloo float32. Raises ValueError if the whole
-    of float16 is too small.
+    float16 below 1 where they fit; else MPI takes the whole of float16, and Gloo float32. Raises ValueError if all of
+    float16 is too small.
     """
     room = int(np.ceil(np.log2(size)))
     fmt = options.default_format

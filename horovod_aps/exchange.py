@@ -375,11 +375,19 @@ class Exchange:
                 requests.append(transport.allgather(buffers.send[span], [span.stop - span.start] * transport.size,
                                                     buffers.recv[span], slot))
             self._keep_losses(plan, bucket, buffers, exponents)
+            sources = table["data"].copy()
             self._point_at_targets(buffers, bucket, plan, targets)
-            for (rows, span), request in zip(buffers.parts, requests):
+            for k, ((rows, span), request) in enumerate(zip(buffers.parts, requests)):
                 yield request
                 phase("APS_DECODE")
-                self.kernels.decode(part_of(table, rows, span.start), request.result(), mode)
+                part, inputs = part_of(table, rows, span.start), request.result()
+                if self.options.error_feedback and mode != SUM_FLOAT and k % transport.size == transport.rank:
+                    # Both ranks lose the same in rounding the sum; they take turns in keeping it.
+                    sums, scratch = self.kernels.alloc(span.stop - span.start), self.kernels.zeros(int(part["n"].sum()))
+                    lost = self._exact_sums(part, scratch, inputs)
+                    self.kernels.reduce(part.copy(), inputs, mode, sums)
+                    self._return_losses(lost, sums, sources[rows])
+                self.kernels.decode(part, inputs, mode)
             phase.end()
             return
 
@@ -396,13 +404,14 @@ class Exchange:
         buffers.mine["exponent"] = table["exponent"][first:last]
         inputs, sums = request.result(), buffers.sums[:buffers.n_payload]
         if self.options.error_feedback:
-            lost = self._exact_sums(buffers, inputs, mode)
+            if buffers.scratch is None:
+                buffers.scratch = self.kernels.zeros(int(buffers.mine["n"].sum()))
+            lost = self._exact_sums(buffers.mine, buffers.scratch, inputs)
         self.kernels.reduce(buffers.mine, inputs, mode, sums, self._seed(transport.size),
                             keep_exponent=not self.options.scaling)
         if self.options.error_feedback:  # what rounding the sum loses comes back through the owner's gradient
             lost["exponent"] = buffers.mine["exponent"]
-            self.kernels.residual(lost, sums)
-            self.kernels.add(lost, table["data"][first:last])
+            self._return_losses(lost, sums, table["data"][first:last])
         buffers.sums[buffers.n_payload:] = buffers.mine["exponent"].astype("<i2").view(np.uint8)
         phase("APS_ALLGATHER", len(buffers.sums) * (transport.size - 1))
         request = transport.allgather(buffers.sums, np.diff(bucket.gather_bytes).tolist(), buffers.gathered, index)
@@ -452,16 +461,19 @@ class Exchange:
         self.kernels.add(table, addresses)
         table["data"], table["dtype"] = addresses, 0
 
-    def _exact_sums(self, buffers: Buffers, inputs: Any, mode: int) -> np.ndarray:
-        """The sums of my shard before they are rounded, as a table of segments that points at them."""
-        lost = buffers.mine.copy()
-        if buffers.scratch is None:
-            buffers.scratch = self.kernels.zeros(int(lost["n"].sum()))
+    def _exact_sums(self, table: np.ndarray, scratch: Any, inputs: Any) -> np.ndarray:
+        """Sums that nothing has rounded to (e, m), in `scratch`, as a table of segments that points at them."""
+        lost = table.copy()
         starts = 4 * (np.cumsum(lost["n"]) - lost["n"])
-        lost["data"] = self.kernels.address(buffers.scratch) + starts.astype(np.uint64)
+        lost["data"] = self.kernels.address(scratch) + starts.astype(np.uint64)
         lost["dtype"], lost["factor"] = 0, 1
-        self.kernels.decode(lost, inputs, mode)
+        self.kernels.decode(lost, inputs, SUM_FLOAT)
         return lost
+
+    def _return_losses(self, exact: np.ndarray, sums: Any, residuals: np.ndarray) -> None:
+        """Add what the encoded sums lack, partial sums that were rounded to (e, m) included, to the residuals."""
+        self.kernels.residual(exact, sums)
+        self.kernels.add(exact, residuals)
 
     def _point_at_targets(self, buffers: Buffers, bucket: BucketLayout, plan: Plan, targets: np.ndarray) -> None:
         """Aim the segment table at where the results go."""

@@ -59,8 +59,8 @@ def _allreduce_async(tensor: WireTensor, output: torch.Tensor, divisor: int, nam
                      postscale: float, process_set_id: int) -> int:
     if tensor.aps_context is None:
         function = mpi_ops._check_function(mpi_ops._allreduce_function_factory, plain(tensor))
-        return int(getattr(mpi_ops.mpi_lib, function)(plain(tensor), plain(output), divisor, name, op, prescale, postscale,
-                                                      process_set_id))
+        return int(getattr(mpi_ops.mpi_lib, function)(plain(tensor), plain(output), divisor, name, op, prescale,
+                                                      postscale, process_set_id))
     text = name.decode() if isinstance(name, bytes) else None
     return tensor.aps_compressor._submit([tensor], [output], [text], text, op, prescale * postscale / divisor,
                                          process_set_id, grouped=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from horovod_aps.carrier import Place, carrier_place
 from horovod_aps.formats import FloatFormat
 from horovod_aps.kernels import FLOAT16, FLOAT32
