@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import gc
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +33,8 @@ MPIRUN = ["mpirun", "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_
 LAUNCHES = [(kind, n_ranks) for n_ranks in (2, 3, 4, 5) for kind in ("mpi", "gloo")]
 LONG_WARM_UP = 0.3  # of a launch of random scenarios
 MAX_LONG_GROWTH = 0.02
+MIN_SCENARIOS = 60  # after the warm-up, for growth to count: every compressor must have met every scenario before
+START = 300.0  # seconds for imports and hvd.init(), before the watchdog's patience counts
 GRACE = 15.0  # seconds between the stacks of a rank that hangs and its end: the other ranks' are wanted, too
 
 
@@ -131,7 +135,7 @@ class Watchdog:
     """Ends this process, with all its stacks, if nothing has moved for `patience` seconds."""
 
     def __init__(self, patience: float) -> None:
-        self._patience, self._doing, self._since = patience, "starting", time.monotonic()
+        self._patience, self._doing, self._since = patience, "starting", time.monotonic() + START
         threading.Thread(target=self._watch, daemon=True).start()
 
     def now(self, doing: str) -> None:
@@ -160,8 +164,7 @@ def worker(args: argparse.Namespace) -> int:
     hvd.init()
     names = args.only or list(SCENARIOS)
     run, counts, samples, start = Soak(args.seed, args.stock), dict.fromkeys(names, 0), [], time.monotonic()
-    error, index, seconds = "", 0, 60 * args.minutes
-    name, doing = "", ""
+    error, index, seconds, doing = "", 0, 60 * args.minutes, "starting"
     try:
         while True:
             going = hvd.broadcast(torch.tensor([int(time.monotonic() - start < seconds)]), 0, name="soak.going")
@@ -174,21 +177,22 @@ def worker(args: argparse.Namespace) -> int:
             counts[name] += 1
             index += 1
             if time.monotonic() - start > LONG_WARM_UP * seconds:
+                gc.collect()  # an optimizer and its hooks refer to each other
                 samples.append(resident_bytes())
             if hvd.rank() == 0:
                 _write(args.folder / "progress.json", {"n": index, "now": name})
     except BaseException as problem:
         error = f"rank {hvd.rank()}, {doing}: {type(problem).__name__}: {problem}"
-        raise
-    finally:
-        watchdog.now("ending")
-        _write(args.folder / f"rank{hvd.rank()}.json", {
-            "rank": hvd.rank(), "scenarios": counts, "results": run.n_results, "error": error,
-            "growth": growth(samples) if samples else None, "resident_mb": round(resident_bytes() / 1e6, 1)})
-        if error:  # others wait for this rank, which would wait for them at its exit
-            print(error, file=sys.stderr, flush=True)
-            time.sleep(1)
-            os._exit(1)
+        traceback.print_exc()
+    watchdog.now("ending")
+    _write(args.folder / f"rank{hvd.rank()}.json", {
+        "rank": hvd.rank(), "scenarios": counts, "results": run.n_results, "error": error,
+        "growth": growth(samples) if len(samples) >= MIN_SCENARIOS else None,
+        "resident_mb": round(resident_bytes() / 1e6, 1)})
+    if error:  # others wait for this rank, which would wait for them at its exit
+        print(error, file=sys.stderr, flush=True)
+        time.sleep(1)
+        os._exit(1)
     return 0
 
 
@@ -206,7 +210,8 @@ def launch(kind: str, n_ranks: int, minutes: float, seed: int, args: argparse.Na
     """One launch; its figures and what is wrong with them."""
     prefix = [str(Path(sys.executable).parent / "horovodrun"), "--gloo"] if kind == "gloo" else MPIRUN
     environment = os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-                                "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2", "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+                                "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2",
+                                "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         command = [*prefix, "-np", str(n_ranks), sys.executable, __file__, "--worker", "--folder", name, "--minutes",

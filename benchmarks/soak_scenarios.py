@@ -33,7 +33,6 @@ POOL: list[dict[str, Any]] = [
     {"e": 5, "m": 2, "error_feedback": True, "bucket_mb": 0.01},
 ]
 SIZES = (1, 7, 8, 9, 64, 1000, 1023, 1025, 4096, 10_000, 65_537)
-N_VARIANTS = 3  # batches per scenario and compressor: as in training, the same ones come again
 PRESCALES = (1.0, 0.5, 0.3, 2.0, 1e-3, 7.0, 1.25)
 DELAYS = (0.0, 0.0, 0.0, 0.0, 0.001, 0.01, 0.05)  # seconds
 N_STEPS = 4
@@ -66,7 +65,7 @@ class Soak:
         self.compressors = [hvd.Compression.none if stock else APSCompressor(**options) for options in POOL]
         self.rank, self.size = hvd.rank(), hvd.size()
         self.n_results = 0
-        self.alone = [hvd.add_process_set([rank]) for rank in range(self.size)]
+        self.alone: list[Any] = []  # a process set for each rank, if process sets are used
         self._kernels = CpuKernels()
         self._residuals: dict[tuple[int, str], Any] = {}
         self._draws = 0
@@ -87,11 +86,10 @@ class Soak:
         """Let other ranks get ahead."""
         time.sleep(self.own.choice(DELAYS))
 
-    def sizes(self, scenario: str, shared: random.Random) -> tuple[str, list[int]]:
-        """A batch of this scenario: its name, and the sizes of its tensors."""
-        variant = shared.randrange(N_VARIANTS)
-        draw = random.Random(f"{scenario}/{variant}")
-        return f"{scenario}.{variant}", [draw.choice(SIZES) for _ in range(draw.randint(2, 9))]
+    def sizes(self, scenario: str, which: int) -> tuple[str, list[int]]:
+        """A compressor's batch in this scenario: its name, and the sizes of its tensors; as in training, always one."""
+        draw = random.Random(f"{scenario}/{which}")
+        return f"{scenario}.{which}", [draw.choice(SIZES) for _ in range(draw.randint(2, 9))]
 
     def inputs(self, which: int, n: int, ranks: Sequence[int], missing: Sequence[int] = ()) -> list[np.ndarray]:
         """A tensor of each of the ranks, zero on some; call it in the same order on all ranks."""
@@ -190,7 +188,7 @@ def groups(soak: Soak, shared: random.Random) -> None:
     """Grouped all-reduces of floats and integers, with scale factors that change in every step."""
     for _ in range(N_STEPS):
         which = shared.randrange(len(POOL))
-        prefix, sizes = soak.sizes("groups", shared)
+        prefix, sizes = soak.sizes("groups", which)
         scale, op = shared.choice(PRESCALES), shared.choice([hvd.Average, hvd.Sum])
         factor = scale / (soak.size if op == hvd.Average else 1)
         tensors: list[torch.Tensor] = []
@@ -219,7 +217,7 @@ def groups(soak: Soak, shared: random.Random) -> None:
 def orders(soak: Soak, shared: random.Random) -> None:
     """Gradients that become ready in another order on every rank, late, or not at all."""
     which = shared.randrange(len(POOL))
-    prefix, sizes = soak.sizes("orders", shared)
+    prefix, sizes = soak.sizes("orders", which)
     model = Model(prefix, sizes, soak.compressors[which])
     for _ in range(N_STEPS):
         soak.call(soak.start(model, which, shared, "some"))
@@ -229,7 +227,7 @@ def orders(soak: Soak, shared: random.Random) -> None:
 def idle(soak: Soak, shared: random.Random) -> None:
     """A rank without any gradient, which meets the others in a named all-reduce of the loss before its step."""
     which = shared.randrange(len(POOL))
-    prefix, sizes = soak.sizes("idle", shared)
+    prefix, sizes = soak.sizes("idle", which)
     model = Model(prefix, sizes, soak.compressors[which])
     for _ in range(N_STEPS):
         soak.call(soak.start(model, which, shared, "one"))
@@ -241,13 +239,13 @@ def idle(soak: Soak, shared: random.Random) -> None:
 def two_optimizers(soak: Soak, shared: random.Random) -> None:
     """Backward passes of two models interleaved at random, their steps in another order on every rank.
 
-    Or ranks lack gradients, and steps are in one order: what is missing comes with the step, so that stock Horovod, too,
-    would wait for ever otherwise.
+    Or ranks lack gradients, and steps are in one order: what is missing comes with the step, so that stock Horovod
+    itself would wait for ever otherwise.
     """
     pair = shared.sample(range(len(POOL)), 2)
     models = []
     for k, which in enumerate(pair):
-        prefix, sizes = soak.sizes(f"two.{k}", shared)
+        prefix, sizes = soak.sizes(f"two.{k}", which)
         models.append(Model(prefix, sizes, soak.compressors[which]))
     for _ in range(N_STEPS):
         lacking, order = shared.choice(["", "some"]), shared.sample(models, 2)
@@ -263,7 +261,7 @@ def one_compressor(soak: Soak, shared: random.Random) -> None:
     """As `two_optimizers`, but with one compressor for both models; no rank lacks a gradient."""
     which = shared.randrange(len(POOL))
     models = [Model(prefix, sizes, soak.compressors[which])
-              for prefix, sizes in (soak.sizes(f"same.{k}", shared) for k in range(2))]
+              for prefix, sizes in (soak.sizes(f"same.{k}", which) for k in range(2))]
     for _ in range(N_STEPS):
         calls = [call for model in models for call in soak.start(model, which, shared, "")]
         soak.own.shuffle(calls)
@@ -276,7 +274,7 @@ def one_compressor(soak: Soak, shared: random.Random) -> None:
 def state(soak: Soak, shared: random.Random) -> None:
     """`load_state_dict(state_dict())` between backward and step changes nothing, and memory of others neither."""
     which = len(POOL) - 1
-    prefix, sizes = soak.sizes("state", shared)
+    prefix, sizes = soak.sizes("state", which)
     compressor = soak.compressors[which]
     model = Model(prefix, sizes, compressor)
     for _ in range(N_STEPS):
@@ -295,7 +293,7 @@ def state(soak: Soak, shared: random.Random) -> None:
 def metric(soak: Soak, shared: random.Random) -> None:
     """A metric goes through the same compressor between backward and step, while a rank lacks a gradient."""
     which = shared.randrange(len(POOL))
-    prefix, sizes = soak.sizes("metric", shared)
+    prefix, sizes = soak.sizes("metric", which)
     model = Model(prefix, sizes, soak.compressors[which])
     for _ in range(N_STEPS):
         calls = soak.start(model, which, shared, "some")
@@ -311,7 +309,7 @@ def metric(soak: Soak, shared: random.Random) -> None:
 def unnamed(soak: Soak, shared: random.Random) -> None:
     """All-reduces without a name, stock and compressed, between backward and step."""
     which = shared.randrange(len(POOL) - 1)  # error feedback wants names
-    prefix, sizes = soak.sizes("unnamed", shared)
+    prefix, sizes = soak.sizes("unnamed", which)
     model = Model(prefix, sizes, soak.compressors[which])
     for _ in range(N_STEPS):
         calls = soak.start(model, which, shared, "")
@@ -330,6 +328,8 @@ def unnamed(soak: Soak, shared: random.Random) -> None:
 def _process_sets(soak: Soak, shared: random.Random, in_turn: bool) -> None:
     """Overlapping process sets come and go; their results are taken set by set, or in any order."""
     which = shared.randrange(len(POOL) - 1)
+    if not soak.alone:
+        soak.alone = [hvd.add_process_set([rank]) for rank in range(soak.size)]
     chosen: list[list[int]] = []
     for _ in range(shared.randint(1, 3)):
         members = sorted(shared.sample(range(soak.size), shared.randint(1, soak.size - 1)))
