@@ -173,14 +173,14 @@ def worker(args: argparse.Namespace) -> int:
             name = names[zlib.crc32(f"{args.seed}/{index}/name".encode()) % len(names)]
             doing = f"{name}, scenario {index} of seed {args.seed} on {hvd.size()} ranks"
             watchdog.now(doing)
+            if hvd.rank() == 0:
+                _write(args.folder / "progress.json", {"n": index, "now": name})
             run.run(name, index)
             counts[name] += 1
             index += 1
             if time.monotonic() - start > LONG_WARM_UP * seconds:
                 gc.collect()  # an optimizer and its hooks refer to each other
                 samples.append(resident_bytes())
-            if hvd.rank() == 0:
-                _write(args.folder / "progress.json", {"n": index, "now": name})
     except BaseException as problem:
         error = f"rank {hvd.rank()}, {doing}: {type(problem).__name__}: {problem}"
         traceback.print_exc()
@@ -220,12 +220,16 @@ def launch(kind: str, n_ranks: int, minutes: float, seed: int, args: argparse.Na
         start = time.monotonic()
         with open(folder / "log", "wb") as log:
             process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-            while process.poll() is None:
-                time.sleep(0.5)
-                bar.n = min(bar.total, bar.start + time.monotonic() - start)
-                progress = folder / "progress.json"
-                done = json.loads(progress.read_text()) if progress.exists() else {"n": 0, "now": "starting"}
-                bar.set_postfix_str(f"{kind}, {n_ranks} ranks: {done['n']} scenarios, {done['now']}")
+            try:
+                while process.poll() is None:
+                    time.sleep(0.5)
+                    bar.n = min(bar.total, bar.start + time.monotonic() - start)
+                    progress = folder / "progress.json"
+                    done = json.loads(progress.read_text()) if progress.exists() else {"n": 0, "now": "starting"}
+                    bar.set_postfix_str(f"{kind}, {n_ranks} ranks: {done['n']} scenarios, {done['now']}")
+            finally:  # Ctrl-C
+                process.terminate()
+                process.wait()
         bar.start += time.monotonic() - start
         ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
         figures = {"kind": kind, "n_ranks": n_ranks, "seed": seed, "seconds": round(time.monotonic() - start, 1),

@@ -146,6 +146,13 @@ def test_tensors_with_the_negative_bit():
     assert torch.equal(quant_gemm(b.t(), a.t(), 4, 3), quant_gemm(a, b, 4, 3).t())
     assert torch.equal(sum_gradients([[x], [x]], 4, 3)[0], sum_gradients([[x.clone()]] * 2, 4, 3)[0])
     assert torch.equal(FloatFormat(4, 3).quantize(x), FloatFormat(4, 3).quantize(x.clone()))
+    parameter = torch.nn.Parameter(torch.zeros(9))
+    optimizer = EmulatedOptimizer(torch.optim.SGD([parameter], 1.0), 2, {"e": 4, "m": 3})
+    for grad in (x, x.clone()):
+        parameter.grad = grad
+        optimizer.collect()
+    optimizer.step()
+    torch.testing.assert_close(parameter.grad, x.clone(), rtol=0.1, atol=0)
 
 
 def cpd_cast(bits: int, e: int, m: int) -> tuple[float, bool]:
