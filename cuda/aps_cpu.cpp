@@ -5,6 +5,7 @@
 #include "aps_scalar.h"
 
 #include <stdlib.h>
+#include <unistd.h>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -105,6 +106,10 @@ static int64_t check_inputs(Inputs in, int n_in) {
 }
 
 // ---------------------------------------------------------------------------------------------- threads
+// OpenMP's threads do not come along into a forked child (a DataLoader's worker), which would wait for them for ever.
+static const pid_t g_loaded_by = getpid();
+bool aps_is_forked() { return getpid() != g_loaded_by; }
+
 // Call body(segment, begin, end, part) over all elements, part = 0..n_parts-1; a part is one contiguous stretch of the
 // bucket, cut at multiples of 8 elements within a segment so that no two threads write the same byte. The cuts depend on
 // the table and the number of threads only.
@@ -126,10 +131,7 @@ static void for_ranges(ApsSegment* s, int64_t n_segs, const Body& body) {
     int64_t total = 0;
     for (int64_t k = 0; k < n_segs; ++k) total += s[k].n;
     int64_t share = total / parts + 1;
-#ifdef _OPENMP
-#pragma omp parallel for num_threads(parts) schedule(static, 1)
-#endif
-    for (int part = 0; part < parts; ++part) {
+    auto run = [&](int part) {
         FloatEnvironment environment;
         int64_t low = share * part, high = low + share, start = 0;
         for (int64_t k = 0; k < n_segs; start += s[k].n, ++k) {
@@ -140,7 +142,15 @@ static void for_ranges(ApsSegment* s, int64_t n_segs, const Body& body) {
             if (end > n) end = n;
             if (begin < end) body(k, begin, end, part);
         }
+    };
+#ifdef _OPENMP
+    if (!aps_is_forked()) {
+#pragma omp parallel for num_threads(parts) schedule(static, 1)
+        for (int part = 0; part < parts; ++part) run(part);
+        return;
     }
+#endif
+    for (int part = 0; part < parts; ++part) run(part);  // the same cuts, so the same bits
 }
 
 static void atomic_max(uint64_t* where, uint64_t value) {

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+bool aps_is_forked();  // aps_cpu.cpp: OpenMP would hang
+
 // The same code for AVX2, AVX-512 and the baseline, chosen when the library is loaded.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define MULTIVERSION __attribute__((target_clones("default", "avx2", "arch=x86-64-v4")))
@@ -81,7 +83,8 @@ extern "C" int aps_simulate_gemm(const float* a, const float* b, float* c, int64
   if (!valid(exp_bits, man_bits)) return 1;
   if (n_rows < 0 || n_cols < 0 || depth < 0) return 2;
   const CastFormat f = aps_sim_format(exp_bits, man_bits);
-#pragma omp parallel for schedule(static) num_threads(n_threads > 0 ? n_threads : 1) if (n_threads > 1)
+  if (n_threads < 1 || aps_is_forked()) n_threads = 1;
+#pragma omp parallel for schedule(static) num_threads(n_threads) if (n_threads > 1)
   for (int64_t i = 0; i < n_rows; ++i) {
     if (kahan) {
       row_kahan_kernel(a + i * depth, b, c + i * n_cols, n_cols, depth, f);

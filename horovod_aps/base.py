@@ -65,7 +65,7 @@ class BaseCompressor:
                 the ranks' gradients cancel, the error of their sum is larger.
             auto_candidates: the formats that "auto" chooses from.
             transport: "packed" is the APS exchange; "allreduce" sends rounded values as float16 through Horovod's
-                own all-reduce, twice the bytes, for `hvd.join()`.
+                own all-reduce, twice the bytes, for `hvd.join()`; over Gloo as float32 if e is 5.
             scaling: False leaves out APS, a fixed scale of 1: to see what it is good for.
             stats: measure underflow and error of every layer (one more pass over the gradients).
         """

@@ -3,18 +3,24 @@
 Stands in for pack, exchange and unpack: the exponent is shared by one MAX all-reduce per tensor, the values are
 rounded to (e, m) and placed in float16 so that the sum of all ranks cannot overflow, and Horovod does the rest. The
 sum is Horovod's, in float16. A rank in `hvd.join()` contributes zeros, which is also the neutral exponent word.
+
+Gloo, as Horovod 0.28.1 ships it, loses sums in float16: its assignment compares the new value with the old one's *bit
+pattern read as an integer*, and keeps the old one if they are equal. No integer but 0 is below 1, and 0 has the pattern
+of +0: as long as every partial sum stays below 1 in magnitude, nothing is lost (tests/single/test_carrier.py has the
+proof). That leaves 24 of float16's 40 binades.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from horovod_aps import __version__
 from horovod_aps.agreement import digest_words, top_exponent
-from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO, FLOAT16, SEGMENT, SPECIALS
+from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO, FLOAT16, FLOAT32, SEGMENT, SPECIALS
 from horovod_aps.layout import packed_bytes
 from horovod_aps.options import Options
 
@@ -22,20 +28,32 @@ WORD_OFFSET = 1 << 14  # exponent words are positive; 0 is a layer of zeros, or 
 WORD_NONFINITE = 1 << 16
 DIGEST_TOP = 1 << 30
 FLOAT16_TOP, FLOAT16_BOTTOM = 15, -24  # exponents of the largest and of the smallest positive float16
+BELOW_ONE = -1  # exponent of the largest float16 that Gloo adds correctly, whatever it is added to
 
 
-def carrier_exponent(options: Options, size: int) -> int:
-    """The exponent that a layer's largest value gets in float16, low enough for the sum of `size` ranks.
+@dataclass(frozen=True)
+class Place:
+    """How a layer's values travel: as which type, and with what exponent the largest of them."""
 
-    Raises ValueError if (e, m) values would not all be exact in float16 then.
+    dtype: int
+    top: int
+
+
+def carrier_place(options: Options, size: int, over_gloo: bool) -> Place:
+    """Where (e, m) values are exact, and no sum of up to `size` of them overflows or is lost by Gloo, in any order.
+
+    float16 below 1 where they fit; else MPI takes the whole of float16, and Gloo float32. Raises ValueError if all of
+    float16 is too small.
     """
-    top = FLOAT16_TOP - int(np.ceil(np.log2(size)))
+    room = int(np.ceil(np.log2(size)))
     fmt = options.default_format
-    bottom = top - top_exponent(fmt) + 2 - 2 ** (fmt.exp_bits - 1) - fmt.man_bits  # exponent of the least subnormal
-    if bottom < FLOAT16_BOTTOM:
+    below = top_exponent(fmt) - 2 + 2 ** (fmt.exp_bits - 1) + fmt.man_bits  # from the top to the least subnormal
+    if FLOAT16_TOP - room - below < FLOAT16_BOTTOM:
         raise ValueError(f'APSCompressor: transport="allreduce" cannot carry e={options.e}, m={options.m} for {size} '
                          f'ranks in float16; use fewer exponent bits, or transport="packed"')
-    return top
+    if BELOW_ONE - room - below >= FLOAT16_BOTTOM:
+        return Place(FLOAT16, BELOW_ONE - room)
+    return Place(FLOAT32, BELOW_ONE - room) if over_gloo else Place(FLOAT16, FLOAT16_TOP - room)
 
 
 def _segment(data: int, n: int, dtype: int, options: Options) -> np.ndarray:
@@ -76,19 +94,19 @@ def check_transports(n_packed: int, n_present: int) -> None:
                          f"{n_present - n_packed}; all ranks must use the same options")
 
 
-def fill_carrier(kernels: Any, data: int, n: int, dtype: int, carrier: int, word: int, top: int, options: Options,
+def fill_carrier(kernels: Any, data: int, n: int, dtype: int, carrier: int, word: int, place: Place, options: Options,
                  seed: int | None) -> None:
-    """Round the layer at `data` and write it, scaled to exponent `top`, to the float16 array at `carrier`."""
+    """Round the layer at `data` and write it to the array at `carrier`, as `place` says."""
     segment = _segment(data, n, dtype, options)
     usual = 0 < word < WORD_NONFINITE
     segment["exponent"] = word - WORD_OFFSET if usual else EXP_ZERO
     message = kernels.alloc(packed_bytes(n, options.default_format.bits))
     kernels.encode(segment, message, seed)
-    segment["data"], segment["dtype"] = carrier, FLOAT16
-    segment["exponent"] = top if usual else EXP_ZERO
+    segment["data"], segment["dtype"] = carrier, place.dtype
+    segment["exponent"] = place.top if usual else EXP_ZERO
     kernels.decode(segment, [message])
 
 
-def back_scale(word: int, top: int) -> tuple[int, bool]:
+def back_scale(word: int, place: Place) -> tuple[int, bool]:
     """Power of two that undoes the carrier's scale, and whether the layer is finite."""
-    return (word - WORD_OFFSET - top if 0 < word < WORD_NONFINITE else 0), word < WORD_NONFINITE
+    return (word - WORD_OFFSET - place.top if 0 < word < WORD_NONFINITE else 0), word < WORD_NONFINITE

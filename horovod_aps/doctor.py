@@ -159,7 +159,7 @@ def check_launchers() -> Iterator[Finding]:
 def check_local_exchange() -> Iterator[Finding]:
     """Three emulated ranks in this process."""
     from horovod_aps.engine.exchange import local_allreduce
-from horovod_aps.engine.layer import Layer
+    from horovod_aps.engine.layer import Layer
     from horovod_aps.options import Options
 
     inputs = [_values(rank) for rank in range(3)]

@@ -256,7 +256,7 @@ def _open(x: Any) -> tuple[np.ndarray[Any, Any], Wrap]:
         return np.asarray(x), lambda result: result
     if x.layout is not torch.strided:
         raise TypeError(f"FloatFormat: a tensor must be dense, got one with layout {x.layout}")
-    host = x.detach().cpu()
+    host = x.detach().cpu().resolve_neg()
     # NumPy has no bfloat16 of its own; its bits pass as integers.
     array = host.view(torch.int16).numpy().view(np.uint16) if host.dtype == torch.bfloat16 else host.numpy()
     return array, lambda result: torch.from_numpy(result).to(x.device)

@@ -268,6 +268,9 @@ def run(args: argparse.Namespace) -> int:
         return check(args.check, network, machine)
     if min(args.ranks) < 1:
         raise ValueError(f"--ranks must be at least 1, got {min(args.ranks)}")
+    for name, value in (("--forward-ms", args.forward_ms), ("--backward-ms", args.backward_ms)):
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be a number of milliseconds from 0 on, got {value}")
     sizes = model_sizes(args.model)
     links = [nominal(network, b) for b in args.bandwidth] if args.bandwidth else [network]
     forward, backward = args.forward_ms / 1e3, args.backward_ms / 1e3

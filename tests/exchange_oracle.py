@@ -13,8 +13,10 @@ import ml_dtypes
 import numpy as np
 import reference
 
+from horovod_aps.carrier import carrier_place
+from horovod_aps.formats import FloatFormat
 from horovod_aps.layout import LayerSpec, plan_buckets
-from horovod_aps.options import FLOAT32, WireFormat
+from horovod_aps.options import FLOAT32, Options, WireFormat
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -90,3 +92,20 @@ def make_gradients(
             with np.errstate(over="ignore"):
                 grads[-1][f"layer{i}"] = (rng.standard_normal(size) * scale).astype(DTYPES[dtype])
     return grads
+
+
+def carrier_pairs(e: int, m: int, size: int, over_gloo: bool) -> tuple[list[np.ndarray], np.ndarray]:
+    """Gradients of all ranks in which every (e, m) value meets every other, and what transport="allreduce" sums to.
+
+    Only two ranks have values, so that the order of additions, which is Horovod's, does not matter.
+    """
+    fmt = FloatFormat(e, m)
+    values = fmt.decode(np.arange(2**fmt.bits, dtype=fmt.code_dtype))
+    values = values[np.isfinite(values)] + np.float32(0)  # -0 is left out: the zeros of more ranks change its sign
+    grads = [np.repeat(values, values.size), np.tile(values, values.size)]
+    grads += [np.zeros_like(grads[0])] * (size - 2)
+    place = carrier_place(Options(e, m), size, over_gloo)
+    shift = place.top - fmt.max_exponent
+    total = np.ldexp(np.sum(grads, axis=0, dtype=np.float64), shift)
+    total = total.astype(DTYPES["float16" if place.dtype else "float32"])
+    return grads, np.ldexp(total.astype(np.float64), -shift).astype(np.float32)

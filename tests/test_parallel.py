@@ -137,7 +137,8 @@ def test_tensorflow(file, kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["mpirun", "gloo"])
 def test_tensorflow_three_ranks(kind, tmp_path):
-    launch(kind, 3, ["test_tensorflow.py"], tmp_path, keyword="200- or tape_equals or process_sets or set_format")
+    launch(kind, 3, ["test_tensorflow.py"], tmp_path,
+           keyword="200- or tape_equals or process_sets or set_format or carrier")
 
 
 def test_tensorflow_gpu(tmp_path):

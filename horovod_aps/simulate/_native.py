@@ -79,7 +79,7 @@ def on_cuda(where: str, name: str, tensor: torch.Tensor) -> bool:
 def quantize(x: torch.Tensor, e: int, m: int) -> torch.Tensor:
     """Cast a float32 tensor to (e, m) values, into a new contiguous tensor."""
     is_cuda = on_cuda("float_quantize", "x", x)
-    x = x.detach().contiguous()
+    x = x.detach().contiguous().resolve_neg()
     out = torch.empty_like(x)
     if x.numel() == 0:
         return out

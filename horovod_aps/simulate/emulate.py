@@ -165,7 +165,7 @@ class EmulatedOptimizer:
             grads[name] = (
                 torch.zeros_like(parameter, memory_format=torch.contiguous_format)
                 if grad is None
-                else grad.detach().contiguous()
+                else grad.detach().contiguous().resolve_neg()
             )
         for parameter in self._parameters.values():
             parameter.grad = None

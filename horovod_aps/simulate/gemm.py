@@ -32,7 +32,7 @@ def quant_gemm(a: torch.Tensor, b: torch.Tensor, e: int, m: int, kahan: bool = T
         raise ValueError(f"quant_gemm: inner sizes must agree, got {tuple(a.shape)} and {tuple(b.shape)}")
     if a.device != b.device:
         raise ValueError(f"quant_gemm: a and b must be on one device, got {a.device} and {b.device}")
-    a, b = a.detach(), b.detach()
+    a, b = a.detach().resolve_neg(), b.detach().resolve_neg()
     # The CPU kernel's vector lanes are columns: a tall, narrow product is faster as its transpose, same
     # arithmetic.
     if b.shape[1] < 64 and a.shape[0] > b.shape[1]:

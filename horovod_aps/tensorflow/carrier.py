@@ -1,4 +1,4 @@
-"""transport="allreduce" for TensorFlow: exponents by a MAX all-reduce, rounded values by a float16 all-reduce."""
+"""transport="allreduce" for TensorFlow: exponents by a MAX all-reduce, rounded values by one in float16."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from horovod_aps import carrier
 from horovod_aps.engine.layer import Layer
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.options import Options
+from horovod_aps.seeds import stochastic_seed
 from horovod_aps.tensorflow.collectives import allreduce
 
 DTYPES = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)  # by the kernels' codes
@@ -31,23 +32,21 @@ def array_at(address: int, layer: Layer) -> np.ndarray:
 def carry(layers: Sequence[Layer], options: Options, step_number: int, process_set: Any) -> None:
     """All-reduce layers in two plain all-reduces, which ranks in hvd.join() take part in with zeros."""
     kernels = CpuKernels()
-    top = carrier.carrier_exponent(options, process_set.size())
-    seed = None
-    if options.rounding != "nearest":
-        seed = (options.seed << 40) ^ (step_number << 16) ^ process_set.rank()
+    place = carrier.carrier_place(options, process_set.size(), mpi_ops.gloo_enabled())
+    seed = stochastic_seed(options, step_number, process_set.rank())
     counts = [int(np.prod(layer.shape, dtype=np.int64)) for layer in layers]
     words = [carrier.exponent_word(kernels, layer.source, n, layer.dtype, options) for layer, n in zip(layers, counts)]
     words += carrier.option_words(options, [layer.factor for layer in layers])
     words = allreduce(np.array(words, np.int32), mpi_ops.Max, process_set.process_set_id).tolist()
     carrier.check_option_words(words[-2:], options)
-    values = np.empty(sum(counts), np.float16)
+    values = np.empty(sum(counts), DTYPES[place.dtype])
     ends = np.cumsum(counts)
     for layer, n, end, word in zip(layers, counts, ends, words[:-2]):
-        carrier.fill_carrier(kernels, layer.source, n, layer.dtype, values[end - n:end].ctypes.data, word, top, options,
-                             seed)
+        carrier.fill_carrier(kernels, layer.source, n, layer.dtype, values[end - n:end].ctypes.data, word, place,
+                             options, seed)
     totals = allreduce(values, mpi_ops.Sum, process_set.process_set_id)
     for layer, n, end, word in zip(layers, counts, ends, words[:-2]):
-        power, finite = carrier.back_scale(word, top)
-        # float64 holds every float16 times every power of two that occurs, so this rounds once
+        power, finite = carrier.back_scale(word, place)
+        # float64 holds every sum times every power of two that occurs, so this rounds once
         scaled = np.ldexp(totals[end - n:end].astype(np.float64), power) * layer.factor
         array_at(layer.target, layer)[:] = scaled if finite else np.nan

@@ -181,6 +181,7 @@ def _reduce(call: Call, ticket: np.ndarray, layers: list[Layer], gpu: str | None
         for layer in layers:
             exchange.submit(layer)
         exchange.flush()
+        compressor._look_for_idle_overrides(exchange)
     except LostPeer as error:
         exchange.forget()
         # In a graph only the text survives, and Horovod's elastic wrapper looks for the name of its own operation.

@@ -1,4 +1,4 @@
-"""transport="allreduce" for PyTorch: exponents by a MAX all-reduce, rounded values by a float16 all-reduce."""
+"""transport="allreduce" for PyTorch: exponents by a MAX all-reduce, rounded values by one in float16."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from horovod.torch import mpi_ops
 
 from horovod_aps import carrier
 from horovod_aps.engine.layer import Layer
-from horovod_aps.kernels import CpuKernels
+from horovod_aps.kernels import FLOAT16, FLOAT32, CpuKernels
 from horovod_aps.options import Options
+from horovod_aps.seeds import stochastic_seed
+
+VALUE_DTYPES = {FLOAT16: torch.float16, FLOAT32: torch.float32}
 
 
 @dataclass
@@ -39,7 +42,7 @@ class CarrierBatch:
         self._name, self._process_set, self.options = name, process_set, options
         self._kernels = CpuKernels()
         self.members = tuple(process_set.ranks)
-        self._top = carrier.carrier_exponent(options, len(self.members))
+        self._place = carrier.carrier_place(options, len(self.members), mpi_ops.gloo_enabled())
         self._tensors: list[CarriedTensor] = []
         self.step_number = 0
 
@@ -60,8 +63,7 @@ class CarrierBatch:
     def flush(self) -> None:
         """All-reduce the values of everything submitted."""
         tensors, self._tensors = self._tensors, []
-        seed = None if self.options.rounding == "nearest" else (
-            (self.options.seed << 40) ^ (self.step_number << 16) ^ self._process_set.rank())
+        seed = stochastic_seed(self.options, self.step_number, self._process_set.rank())
         self.step_number += 1
         try:
             for handle in dict.fromkeys(entry.handle for entry in tensors):
@@ -71,16 +73,16 @@ class CarrierBatch:
         started = []
         for entry in tensors:
             carrier.check_option_words(entry.words[-2:].tolist(), self.options)
-            values = torch.empty(entry.source.numel(), dtype=torch.float16)
+            values = torch.empty(entry.source.numel(), dtype=VALUE_DTYPES[self._place.dtype])
             carrier.fill_carrier(self._kernels, entry.source.data_ptr(), entry.source.numel(), entry.layer.dtype,
-                                 values.data_ptr(), entry.word, self._top, self.options, seed)
+                                 values.data_ptr(), entry.word, self._place, self.options, seed)
             started.append(mpi_ops.allreduce_async_(values, op=mpi_ops.Sum,
                                                     name=f"{self._name}.value.{entry.layer.name}",
                                                     process_set=self._process_set))
         for entry, handle in zip(tensors, started):
             total = mpi_ops.synchronize(handle)
-            power, finite = carrier.back_scale(entry.word, self._top)
-            # float64 holds every float16 times every power of two that occurs, so this rounds once
+            power, finite = carrier.back_scale(entry.word, self._place)
+            # float64 holds every sum times every power of two that occurs, so this rounds once
             scaled = torch.ldexp(total.double(), torch.tensor(power)) * entry.layer.factor
             target = entry.layer.keep.result
             target.copy_((scaled if finite else torch.full_like(scaled, torch.nan)).view(target.shape))

@@ -78,12 +78,14 @@ class APSCompressor(BaseCompressor, Compressor):
     # ---- Horovod's interface ------------------------------------------------------------------------------
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Context | None]:
-        """Mark a floating-point tensor for the exchange; others pass through, as with Horovod's compressors."""
-        if not tensor.dtype.is_floating_point or mpi_ops.size() == 1:
+        """Mark a floating-point tensor for the exchange; others are left to Horovod, as by its own compressors."""
+        if mpi_ops.size() == 1:
             return tensor, None
+        if not tensor.dtype.is_floating_point:
+            return seam.wire(tensor, self), None
         if tensor.dtype not in DTYPE_CODES:
             raise TypeError(f"APSCompressor: tensors must be float32, float64, float16 or bfloat16, got {tensor.dtype}")
-        staged = tensor if tensor.is_contiguous() else tensor.contiguous()
+        staged = tensor.contiguous().resolve_neg()  # itself, unless its memory is not what it says
         wired = seam.wire(staged, self)
         context = wired.aps_context = _Context(tensor, staged)
         return wired, context
@@ -91,7 +93,7 @@ class APSCompressor(BaseCompressor, Compressor):
     def decompress(self, tensor: torch.Tensor, ctx: _Context | None) -> torch.Tensor:
         """The reduced tensor; the first call after a batch was submitted exchanges all of it."""
         if ctx is None:
-            return tensor
+            return seam.plain(tensor)
         if ctx.batch is None or ctx.layer is None:
             raise ValueError("APSCompressor: this tensor was compressed but not all-reduced through us; op must be "
                              "Average or Sum, and hvd.DistributedOptimizer(op=hvd.Adasum) is not supported")
@@ -239,6 +241,8 @@ class APSCompressor(BaseCompressor, Compressor):
         """Have the result of a tensor, or raise why there is none."""
         batch, layer = ctx.batch, ctx.layer
         assert batch is not None and layer is not None
+        if batch.group is not None:  # Horovod has waited, but not for a group that has integers as well
+            mpi_ops.synchronize(batch.ticket.handle)
         batch.ticket.waited_for()
         while not self._reduce(batch, layer):
             # Not all ranks had handed it in when results were first taken: it belongs to the batch after that.

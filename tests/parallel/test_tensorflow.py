@@ -13,7 +13,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 import tensorflow as tf
-from exchange_oracle import SIZES, assert_same_bits, check, expected, make_gradients
+from exchange_oracle import SIZES, assert_same_bits, carrier_pairs, check, expected, make_gradients
 from reference import Format
 from tf_common import digits, initial_weights, replicas_equal
 
@@ -341,6 +341,15 @@ def test_carrier_transport(graph):
     compressor = APSCompressor(4, 3, transport="allreduce")
     result = run(lambda: hvd.allreduce(x, compression=compressor, op=hvd.Sum), graph)
     assert result.numpy().tolist() == [n * sum(range(1, hvd.size() + 1)) for n in (0, 1, 2, 3, -4)]
+
+
+@pytest.mark.parametrize("fmt", [(4, 3), (5, 2)], ids=str)
+def test_carrier_equals_simulation(fmt):
+    """transport="allreduce": every value meets every other; 1 and 0.8125 made 0.5 of 0.90625 over Gloo."""
+    grads, wanted = carrier_pairs(*fmt, hvd.size(), hvd.gloo_enabled())
+    compressor = APSCompressor(*fmt, transport="allreduce")
+    result = run(lambda: hvd.allreduce(tf.constant(grads[hvd.rank()]), compression=compressor, op=hvd.Sum), True)
+    assert_same_bits(result.numpy(), wanted)
 
 
 @MODES

@@ -9,7 +9,8 @@ import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
-from exchange_oracle import SIZES, assert_same_bits, expected, make_gradients
+from exchange_oracle import SIZES, assert_same_bits, carrier_pairs, expected, make_gradients
+from horovod.torch import mpi_ops
 from reference import Format
 from torch_common import to_numpy, to_torch
 
@@ -96,7 +97,7 @@ def test_allreduce_keeps_shape_dtype_and_autograd():
     assert torch.all(x.grad == 2 * hvd.size())
 
 
-@pytest.mark.parametrize("layout", ["transposed", "strided", "channels_last", "expanded"])
+@pytest.mark.parametrize("layout", ["transposed", "strided", "channels_last", "expanded", "negative"])
 def test_allreduce_tensors_that_are_not_contiguous(layout):
     rng = np.random.default_rng(hvd.rank())
     base = torch.from_numpy(rng.standard_normal((2, 6, 4, 8)).astype(np.float32))
@@ -105,10 +106,12 @@ def test_allreduce_tensors_that_are_not_contiguous(layout):
         "strided": lambda: base[:, ::2, :, 1::3],
         "channels_last": lambda: base.contiguous(memory_format=torch.channels_last),
         "expanded": lambda: base[:, :1].expand(2, 6, 4, 8),
+        "negative": lambda: torch._neg_view(base),
     }[layout]()
-    assert not tensor.is_contiguous()
+    assert tensor.is_neg() or not tensor.is_contiguous()
     result = hvd.allreduce(tensor, name=layout, compression=APSCompressor(4, 3))
-    plain = hvd.allreduce(tensor.contiguous(), name=layout, compression=APSCompressor(4, 3))
+    copy = tensor.clone(memory_format=torch.contiguous_format)
+    plain = hvd.allreduce(copy, name=layout, compression=APSCompressor(4, 3))
     assert result.shape == tensor.shape and torch.equal(result, plain)
 
 
@@ -225,6 +228,50 @@ def test_disagreement_with_the_allreduce_transport(what):
         hvd.allreduce(torch.ones(5), name="odd", compression=compressor,
                       op=hvd.Sum if odd and what == "op" else hvd.Average)
     assert torch.all(hvd.allreduce(torch.ones(7), name="fresh", compression=APSCompressor(4, 3)) == 1)
+
+
+@pytest.mark.parametrize("name, op, in_place", [("mixed", hvd.Average, False), (None, hvd.Sum, False),
+                                                ("mixed", hvd.Sum, True), (None, hvd.Average, True)])
+@pytest.mark.parametrize("order", ["ifif", "fiif", "ii"])
+@pytest.mark.parametrize("transport", ["packed", "allreduce"])
+def test_group_of_integers_and_floats(transport, order, name, op, in_place):
+    """Oracles: integers by stock Horovod, floats in a group of their own by a compressor with the same options."""
+    random = torch.Generator().manual_seed(hvd.rank())
+    tensors = [torch.randn(50 + i, generator=random) if kind == "f" else
+               torch.randint(-1000, 1000, (40 + i,), generator=random, dtype=(torch.int32, torch.int64)[i % 2])
+               for i, kind in enumerate(order)]
+    floats = [i for i, tensor in enumerate(tensors) if tensor.is_floating_point()]
+    wanted = [hvd.allreduce(tensor, op=op, name=f"oracle.{i}") for i, tensor in enumerate(tensors)]
+    if floats:
+        alone = hvd.grouped_allreduce([tensors[i] for i in floats], name="alone", op=op,
+                                      compression=APSCompressor(4, 3, transport=transport))
+        for i, result in zip(floats, alone):
+            wanted[i] = result
+    n_handles = len(mpi_ops._handle_map)
+    compressor = APSCompressor(4, 3, transport=transport)
+    for _ in range(2):
+        given = [tensor.clone() for tensor in tensors]
+        if in_place:
+            compressed, contexts = zip(*map(compressor.compress, given))
+            outputs = hvd.synchronize(hvd.grouped_allreduce_async_(compressed, name=name, op=op))
+            results = [compressor.decompress(output, context) for output, context in zip(outputs, contexts)]
+        else:
+            results = hvd.grouped_allreduce(given, name=name, op=op, compression=compressor)
+        for i, result in enumerate(results):
+            assert type(result) is torch.Tensor and torch.equal(result, wanted[i]), i
+            assert torch.equal(given[i], wanted[i] if in_place else tensors[i]), i
+    assert len(mpi_ops._handle_map) == n_handles
+    if name and transport == "packed":
+        assert compressor.stats()["layers"].keys() == {f"mixed.{i}" for i in floats}
+
+
+@pytest.mark.parametrize("fmt", [(4, 3), (5, 2)], ids=str)
+def test_carrier_equals_simulation(fmt):
+    """transport="allreduce": every value meets every other; 1 and 0.8125 made 0.5 of 0.90625 over Gloo."""
+    grads, wanted = carrier_pairs(*fmt, hvd.size(), hvd.gloo_enabled())
+    compressor = APSCompressor(*fmt, transport="allreduce")
+    result = hvd.allreduce(to_torch(grads[hvd.rank()]), name="pairs", op=hvd.Sum, compression=compressor)
+    assert_same_bits(to_numpy(result), wanted)
 
 
 def test_error_feedback_wants_names():

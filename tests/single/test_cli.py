@@ -125,6 +125,9 @@ def test_predict_takes_users_model_and_calibration(capsys, tmp_path, monkeypatch
     [
         (["--model", "resnet51"], "--model must be one of resnet50"),
         (["--ranks", "0"], "--ranks must be at least 1, got 0"),
+        (["--backward-ms", "nan"], "--backward-ms must be a number of milliseconds from 0 on, got nan"),
+        (["--backward-ms", "inf"], "--backward-ms must be a number of milliseconds from 0 on, got inf"),
+        (["--forward-ms=-1"], "--forward-ms must be a number of milliseconds from 0 on, got -1.0"),
         (["--calibration", "/does/not/exist.json"], "No such file"),
         (["--model", "nosuchmodule:build"], "--model must be module:function that can be imported, got 'nosuch"),
         (["--model", "torch:nosuchfunction"], "--model must be module:function that can be imported"),

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Format
 
+from horovod_aps import layout
 from horovod_aps.engine.exchange import Exchange, local_allreduce
 from horovod_aps.engine.layer import Layer
 from horovod_aps.kernels import CpuKernels
@@ -256,6 +257,27 @@ def test_exchange_error_feedback_keeps_the_average_over_steps(n_ranks, rounding)
     if rounding == "nearest":
         assert errors[True] < errors[False] / 2
     assert errors[True] < 0.05
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3, 4])
+@pytest.mark.parametrize("accumulate", ["float32", "format", "kahan"])
+def test_exchange_error_feedback_loses_nothing(n_ranks, accumulate, monkeypatch):
+    """What went in is what came out plus all residuals, up to float32's own rounding; several parts and buckets."""
+    monkeypatch.setattr(layout, "PIECE", 512)
+    grads = make_gradients((1000, 7, 521, 2048), n_ranks)
+    for rank in grads:
+        rank["raw"] = np.full(5, 0.1, np.float32)
+    options = Options(3, 1, error_feedback=True, accumulate=accumulate, overrides={"raw": "float32"}, bucket_mb=0.008)
+    totals, exchanges, n_steps = {name: np.zeros(x.shape) for name, x in grads[0].items()}, None, 5
+    for _ in range(n_steps):
+        outs, exchanges = reduce_all(grads, options, 1.0, exchanges)
+        for name, total in totals.items():
+            total += outs[0][name]
+    for name, total in totals.items():
+        went_in = n_steps * np.sum([rank[name] for rank in grads], axis=0, dtype=np.float64)
+        kept = np.sum([exchange.residuals[name] for exchange in exchanges], axis=0, dtype=np.float64)
+        largest = max(np.abs(rank[name]).max() for rank in grads)
+        np.testing.assert_allclose(total + kept, went_in, rtol=0, atol=1e-5 * largest, err_msg=name)
 
 
 @pytest.mark.parametrize("n_ranks", [2, 3])

@@ -4,6 +4,9 @@ The oracle shares nothing with the library: np.frexp, np.ldexp and np.rint in do
 value, and sums in float32 where the contract says float32.
 """
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import reference
@@ -280,6 +283,31 @@ def test_kernels_threads_give_the_bits_of_one_thread(fmt: tuple[int, int, int]) 
         )
     K.set_num_threads(1)
     assert results[0] == results[1] == results[2]
+
+
+FORK = """
+import os, signal, sys
+import numpy as np, torch
+from horovod_aps import FloatFormat, kernels
+from horovod_aps.simulate import quant_gemm
+
+kernels.set_num_threads(2)
+torch.set_num_threads(2)
+x = np.random.default_rng(0).standard_normal(100_000).astype(np.float32)
+matrix = torch.from_numpy(x[:10_000].reshape(100, 100))
+run = lambda: FloatFormat(4, 3).quantize(x).tobytes() + quant_gemm(matrix, matrix, 4, 3).numpy().tobytes()
+before = run()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)  # ends a child that hangs
+    os._exit(run() != before)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_kernels_with_threads_work_in_a_forked_child() -> None:
+    """As in a DataLoader's worker, where OpenMP's threads are missing."""
+    assert subprocess.run([sys.executable, "-c", FORK]).returncode == 0
 
 
 @pytest.mark.parametrize("flush", [0, 1])

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horovod_aps import simulate
+from horovod_aps import FloatFormat, simulate
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.simulate import (
     EmulatedOptimizer,
@@ -127,6 +127,32 @@ def test_float_quantize_leaves_input_and_shape_alone():
         and float_quantize(half, 4, 3).dtype == half.dtype
     )
     assert float_quantize(torch.empty(0), 4, 3).shape == (0,)
+
+
+def negative_view(*shape: int) -> torch.Tensor:
+    """A contiguous tensor whose memory holds the opposite of what it says: torch's negative bit is set."""
+    view = torch._neg_view(torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+    assert view.is_neg() and view.is_contiguous() and torch.equal(view, view.clone()) and not view.clone().is_neg()
+    return view
+
+
+def test_tensors_with_the_negative_bit():
+    """Oracle: the same values without the bit. The imaginary part of a conjugate has it, contiguous if it is one."""
+    one = torch.tensor([1 + 2.3j]).conj().imag
+    assert one.is_neg() and float_quantize(one, 4, 3).tolist() == [-2.25]
+    x, a, b = negative_view(9), negative_view(3, 4), negative_view(4, 70)
+    assert torch.equal(float_quantize(x, 4, 3), float_quantize(x.clone(), 4, 3))
+    assert torch.equal(quant_gemm(a, b, 4, 3), quant_gemm(a.clone(), b.clone(), 4, 3))
+    assert torch.equal(quant_gemm(b.t(), a.t(), 4, 3), quant_gemm(a, b, 4, 3).t())
+    assert torch.equal(sum_gradients([[x], [x]], 4, 3)[0], sum_gradients([[x.clone()]] * 2, 4, 3)[0])
+    assert torch.equal(FloatFormat(4, 3).quantize(x), FloatFormat(4, 3).quantize(x.clone()))
+    parameter = torch.nn.Parameter(torch.zeros(9))
+    optimizer = EmulatedOptimizer(torch.optim.SGD([parameter], 1.0), 2, {"e": 4, "m": 3})
+    for grad in (x, x.clone()):
+        parameter.grad = grad
+        optimizer.collect()
+    optimizer.step()
+    torch.testing.assert_close(parameter.grad, x.clone(), rtol=0.1, atol=0)
 
 
 def cpd_cast(bits: int, e: int, m: int) -> tuple[float, bool]:

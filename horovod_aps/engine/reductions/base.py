@@ -17,6 +17,7 @@ from horovod_aps.engine.pool import Lease
 from horovod_aps.kernels import SUM_FLOAT, SUM_FORMAT, SUM_KAHAN
 from horovod_aps.layout import ITEM_SIZES, BucketLayout, LayerSpec
 from horovod_aps.options import Options
+from horovod_aps.seeds import stochastic_seed
 from horovod_aps.timeline import Phases
 from horovod_aps.transports.base import Request, Transport
 
@@ -82,9 +83,21 @@ class Work:
 
     def seed(self, stream: int) -> int | None:
         """Seed of stochastic rounding: another one for every step and rank, the same in every run."""
-        if self.options.rounding == "nearest":
-            return None
-        return (self.options.seed << 40) ^ (self.step_number << 16) ^ stream
+        return stochastic_seed(self.options, self.step_number, stream)
+
+    def exact_sums(self, segments: np.ndarray, scratch: Any, inputs: list[np.ndarray]) -> np.ndarray:
+        """Sums that nothing has rounded to (e, m), in `scratch`, as segments that point at them."""
+        exact = segments.copy()
+        starts = 4 * (np.cumsum(exact["n"]) - exact["n"])
+        exact["data"] = self.kernels.address(scratch) + starts.astype(np.uint64)
+        exact["dtype"], exact["factor"] = 0, 1
+        self.kernels.decode(exact, inputs, SUM_FLOAT)
+        return exact
+
+    def return_losses(self, exact: np.ndarray, sums: np.ndarray, residuals: np.ndarray) -> None:
+        """Add what the encoded sums lack, partial sums that were rounded to (e, m) included, to the residuals."""
+        self.kernels.residual(exact, sums)
+        self.kernels.add(exact, residuals)
 
     def encode(self, segments: np.ndarray, message: np.ndarray) -> None:
         """Round, scale and pack what the segments point at."""

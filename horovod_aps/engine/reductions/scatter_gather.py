@@ -64,27 +64,18 @@ class ScatterGather:
         mine["factor"] = work.table["factor"][self._rows]
         message = work.lease.take(self._gather_sizes[self._rank])
         sums = message[:self._n_payload]
-        lost = self._exact_sums(work, mine, inputs) if work.options.error_feedback else None
+        exact = scratch = None
+        if work.options.error_feedback:
+            scratch = self._scratch.pop() if self._scratch else work.kernels.zeros(int(mine["n"].sum()))
+            exact = work.exact_sums(mine, scratch, inputs)
         work.kernels.reduce(mine, inputs, work.mode, sums, work.seed(self._size),
                             keep_exponent=not work.options.scaling)
-        if lost is not None:  # what rounding the sum loses comes back through the owner's gradient
-            lost["exponent"] = mine["exponent"]
-            work.kernels.residual(lost, sums)
-            work.kernels.add(lost, work.table["data"][self._rows])
-            self._scratch.append(work.owned.pop())
+        if exact is not None:  # what rounding the sum loses comes back through the owner's gradient
+            exact["exponent"] = mine["exponent"]
+            work.return_losses(exact, sums, work.table["data"][self._rows])
+            self._scratch.append(scratch)
         message[self._n_payload:] = mine["exponent"].astype("<i2").view(np.uint8)
         return message
-
-    def _exact_sums(self, work: Work, mine: np.ndarray, inputs: list[np.ndarray]) -> np.ndarray:
-        """The sums of this rank's shard before they are rounded, as segments that point at them."""
-        lost = mine.copy()
-        sums = self._scratch.pop() if self._scratch else work.kernels.zeros(int(lost["n"].sum()))
-        work.owned.append(sums)
-        starts = 4 * (np.cumsum(lost["n"]) - lost["n"])
-        lost["data"] = work.kernels.address(sums) + starts.astype(np.uint64)
-        lost["dtype"], lost["factor"] = 0, 1
-        work.kernels.decode(lost, inputs, work.mode)
-        return lost
 
     def _decode(self, work: Work, shard: int, content: np.ndarray) -> None:
         bucket = self._bucket

@@ -5,7 +5,10 @@ One phase and one rounding, where scatter and gather would take two of each and 
 
 from __future__ import annotations
 
+import numpy as np
+
 from horovod_aps.engine.reductions.base import Steps, Work
+from horovod_aps.kernels import SUM_FLOAT
 from horovod_aps.layout import BucketLayout, part_of
 
 
@@ -30,9 +33,22 @@ class Swap:
             requests.append(work.transport.transfer({k: send[span] for k in self._others},
                                                     {k: received[k][span] for k in self._others}, work.tag))
         work.encoded(send)
+        residuals = work.table["data"].copy()
         work.point_at_targets()
-        for (rows, span), request in zip(self._parts, requests):
+        for number, ((rows, span), request) in enumerate(zip(self._parts, requests)):
             yield request
             work.phase("APS_DECODE")
+            part = part_of(work.table, rows, span.start)
             inputs = [send[span] if k == rank else received[k][span] for k in range(size)]
-            work.kernels.decode(part_of(work.table, rows, span.start), inputs, work.mode)
+            # Both ranks lose the same where partial sums are rounded; they take turns in keeping it.
+            if work.options.error_feedback and work.mode != SUM_FLOAT and number % size == rank:
+                self._keep_losses(work, part, inputs, residuals[rows])
+            work.kernels.decode(part, inputs, work.mode)
+
+    @staticmethod
+    def _keep_losses(work: Work, part: np.ndarray, inputs: list[np.ndarray], residuals: np.ndarray) -> None:
+        scratch = work.kernels.zeros(int(part["n"].sum()))
+        exact = work.exact_sums(part, scratch, inputs)
+        sums = work.lease.take(len(inputs[0]))
+        work.kernels.reduce(part.copy(), inputs, work.mode, sums)
+        work.return_losses(exact, sums, residuals)
