@@ -429,7 +429,7 @@ class Exchange:
         if self.options.accumulate != "float32":  # partial sums of N values must not overflow
             exponents[ordinary] += int(np.ceil(np.log2(self.transport.size)))
         if not self.options.scaling:  # a fixed scale of 1: every format's own top exponent
-            tops = np.array([agreement.top_exponent(plan.specs[i].format) for i in bucket.layers], np.int32)
+            tops = np.array([plan.specs[i].format.top_exponent for i in bucket.layers], np.int32)
             exponents[ordinary] = tops[ordinary]
         return exponents
 

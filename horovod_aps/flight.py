@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from horovod_aps import agreement
-from horovod_aps.layout import ITEM_SIZES, BucketLayout, LayerSpec, plan_buckets
+from horovod_aps.kernels import ITEM_SIZES
+from horovod_aps.layout import BucketLayout, LayerSpec, plan_buckets
 from horovod_aps.options import Options
 from horovod_aps.transport import Request
 

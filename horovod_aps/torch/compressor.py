@@ -14,14 +14,14 @@ from horovod.torch.compression import Compressor
 from horovod_aps import carrier
 from horovod_aps.base import BaseCompressor
 from horovod_aps.exchange import Exchange, Layer
-from horovod_aps.kernels import CpuKernels
+from horovod_aps.kernels import DTYPES, CpuKernels
 from horovod_aps.torch import seam
 from horovod_aps.torch.carrier import CarrierBatch
 from horovod_aps.torch.horovod_transport import HorovodTransport
 from horovod_aps.transport import PendingTransport
 from horovod_aps.world import make_transport, mpi_usable, process_set_of
 
-DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+DTYPE_CODES = {getattr(torch, dtype.name): dtype.code for dtype in DTYPES}
 
 
 @dataclass(slots=True)
@@ -264,7 +264,7 @@ def _kernels_for(device: torch.device) -> Any:
     if device.type == "cpu":
         return CpuKernels()
     if device.type == "cuda":
-        from horovod_aps.cuda_kernels import CudaKernels
+        from horovod_aps.kernels.cuda import CudaKernels
 
         return CudaKernels(stream=lambda: torch.cuda.current_stream(device).cuda_stream)
     raise TypeError(f"APSCompressor: tensors must be on a CPU or a CUDA device, got {device}")
