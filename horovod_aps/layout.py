@@ -136,21 +136,28 @@ def lay_out_bucket(specs: Sequence[LayerSpec], layers: Sequence[int], n_shards: 
     while len(shard_bytes) <= n_shards:
         shard_bytes.append(offset)
 
+    shard_of, layer_of_segment, first_of, n_of, offset_of = np.array(rows, np.int64).reshape(-1, 5).T
     segments = np.zeros(len(rows), SEGMENT)
-    for row, (_, position, first, n, start) in enumerate(rows):
-        spec = specs[layers[position]]
-        segment = segments[row]
-        segment["n"], segment["offset"], segment["first"], segment["factor"] = n, start, first, spec.factor
-        segment["dtype"], segment["uid"] = spec.dtype, layers[position]
-        spec.format.describe(segment)
-    shard_of = np.array([row[0] for row in rows], np.int64)
+    segments["n"], segments["offset"], segments["first"] = n_of, offset_of, first_of
+    for field, values in (
+        ("factor", [specs[layer].factor for layer in layers]),
+        ("dtype", [specs[layer].dtype for layer in layers]),
+        ("uid", layers),
+    ):
+        segments[field] = np.array(values)[layer_of_segment]
+    formats = [specs[layers[position]].format for position in layer_of_segment]
+    for fmt in set(formats):
+        mine = np.array([other == fmt for other in formats])
+        part = segments[mine]
+        fmt.describe(part)
+        segments[mine] = part
     shard_segments = np.searchsorted(shard_of, np.arange(n_shards + 1), side="left")
     exponents = EXPONENT_BYTES * np.diff(shard_segments)
     gather = np.concatenate([[0], np.cumsum(np.diff(shard_bytes) + exponents)])
     return BucketLayout(
         tuple(layers),
         segments,
-        np.array([row[1] for row in rows], np.int64),
+        np.ascontiguousarray(layer_of_segment),
         shard_segments,
         np.array(shard_bytes, np.int64),
         gather.astype(np.int64),

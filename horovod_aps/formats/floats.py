@@ -220,6 +220,9 @@ class FloatFormat(Format):
         return np.ascontiguousarray(codes, dtype=self.code_dtype).reshape(codes.shape)
 
 
+FloatFormat.__module__ = "horovod_aps.formats"  # where users import it from, and pickles of older versions find it
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Arguments
 # ----------------------------------------------------------------------------------------------------------

@@ -29,10 +29,14 @@ from horovod_aps.kernels.segments import (
 class CpuKernels(Kernels):
     """Launchers of the CPU library; see `protocol.Kernels` for what they do."""
 
+    # The library refuses a table with a segment whose codec is in Python, before anything is written; only then is the
+    # table looked at and split.
+
     def scan(self, segs: Table, stochastic: bool = False) -> None:
         """Set `exponent` of every segment; see Kernels.scan."""
         check_segments("scan", segs)
-        if codecs.is_hosted(segs):
+        status = library().aps_scan(segs.ctypes.data, len(segs), int(stochastic))
+        if status and codecs.is_hosted(segs):
             return codecs.split(
                 "scan",
                 segs,
@@ -40,13 +44,14 @@ class CpuKernels(Kernels):
                 lambda part, _: self.scan(part, stochastic),
                 lambda _, segment: segment.scan(stochastic),
             )
-        raise_on_error("scan", library().aps_scan(segs.ctypes.data, len(segs), int(stochastic)))
+        raise_on_error("scan", status)
 
     def encode(self, segs: Table, message: Message, seed: int | None = None) -> None:
         """Write the codes of every element into the message; see Kernels.encode."""
         check_segments("encode", segs)
         address, length = message_address("encode", message)
-        if codecs.is_hosted(segs):
+        status = library().aps_encode_segments(segs.ctypes.data, len(segs), address, length, *seed_argument(seed))
+        if status and codecs.is_hosted(segs):
             return codecs.split(
                 "encode",
                 segs,
@@ -54,7 +59,6 @@ class CpuKernels(Kernels):
                 lambda part, _: self.encode(part, message, seed),
                 lambda _, segment: segment.encode(address, seed),
             )
-        status = library().aps_encode_segments(segs.ctypes.data, len(segs), address, length, *seed_argument(seed))
         raise_on_error("encode", status)
 
     def reduce(
@@ -72,15 +76,6 @@ class CpuKernels(Kernels):
         address, length = message_address("reduce", out)
         sources, shortest = input_addresses("reduce", inputs, length if length >= 0 else None)
         stochastic, seed_bits = seed_argument(seed, reduce=True)
-        if codecs.is_hosted(segs):
-            draw = seed_bits if stochastic else None
-            return codecs.split(
-                "reduce",
-                segs,
-                shortest,
-                lambda part, _: self.reduce(part, inputs, accumulate, out, seed, keep_exponent),
-                lambda _, segment: segment.reduce(sources, accumulate, address, draw, keep_exponent),
-            )
         status = library().aps_reduce_segments(
             segs.ctypes.data,
             len(segs),
@@ -93,6 +88,15 @@ class CpuKernels(Kernels):
             stochastic,
             seed_bits,
         )
+        if status and codecs.is_hosted(segs):
+            draw = seed_bits if stochastic else None
+            return codecs.split(
+                "reduce",
+                segs,
+                shortest,
+                lambda part, _: self.reduce(part, inputs, accumulate, out, seed, keep_exponent),
+                lambda _, segment: segment.reduce(sources, accumulate, address, draw, keep_exponent),
+            )
         raise_on_error("reduce", status)
 
     def decode(
@@ -102,7 +106,10 @@ class CpuKernels(Kernels):
         check_segments("decode", segs)
         check_accumulate("decode", accumulate)
         sources, shortest = input_addresses("decode", inputs, length)
-        if codecs.is_hosted(segs):
+        status = library().aps_decode_segments(
+            segs.ctypes.data, len(segs), _pointers(sources), len(sources), shortest, accumulate
+        )
+        if status and codecs.is_hosted(segs):
             return codecs.split(
                 "decode",
                 segs,
@@ -110,16 +117,14 @@ class CpuKernels(Kernels):
                 lambda part, _: self.decode(part, inputs, accumulate, length),
                 lambda _, segment: segment.decode(sources, accumulate),
             )
-        status = library().aps_decode_segments(
-            segs.ctypes.data, len(segs), _pointers(sources), len(sources), shortest, accumulate
-        )
         raise_on_error("decode", status)
 
     def residual(self, segs: Table, message: Message) -> None:
         """Subtract from `data` what the own message decodes to; see Kernels.residual."""
         check_segments("residual", segs)
         address, length = message_address("residual", message)
-        if codecs.is_hosted(segs):
+        status = library().aps_residual_segments(segs.ctypes.data, len(segs), address, length)
+        if status and codecs.is_hosted(segs):
             return codecs.split(
                 "residual",
                 segs,
@@ -127,14 +132,15 @@ class CpuKernels(Kernels):
                 lambda part, _: self.residual(part, message),
                 lambda _, segment: segment.residual(address),
             )
-        raise_on_error("residual", library().aps_residual_segments(segs.ctypes.data, len(segs), address, length))
+        raise_on_error("residual", status)
 
     def measure(self, segs: Table, message: Message) -> npt.NDArray[np.float64]:
         """Return lost elements, squared error, squares and largest magnitude; see Kernels.measure."""
         check_segments("measure", segs)
         address, length = message_address("measure", message)
         out = np.zeros((len(segs), 4))
-        if codecs.is_hosted(segs):
+        status = library().aps_measure_segments(segs.ctypes.data, len(segs), address, length, out.ctypes.data)
+        if status and codecs.is_hosted(segs):
 
             def native(part: Table, rows: npt.NDArray[np.bool_]) -> None:
                 out[rows] = self.measure(part, message)
@@ -144,7 +150,6 @@ class CpuKernels(Kernels):
 
             codecs.split("measure", segs, length, native, hosted)
             return out
-        status = library().aps_measure_segments(segs.ctypes.data, len(segs), address, length, out.ctypes.data)
         raise_on_error("measure", status)
         return out
 
@@ -152,10 +157,12 @@ class CpuKernels(Kernels):
         """Add `data` to the float32 arrays at `addresses`; see Kernels.add."""
         check_segments("add", segs)
         targets = target_addresses(segs, addresses)
-        if codecs.is_hosted(segs):  # no codec takes part in this
-            segs = segs.copy()
-            segs["family"] = FAMILY_RAW
-        raise_on_error("add", library().aps_add_segments(segs.ctypes.data, len(segs), targets.ctypes.data))
+        status = library().aps_add_segments(segs.ctypes.data, len(segs), targets.ctypes.data)
+        if status and codecs.is_hosted(segs):  # no codec takes part in this
+            plain = segs.copy()
+            plain["family"] = FAMILY_RAW
+            return self.add(plain, targets)
+        raise_on_error("add", status)
 
     # ---- memory -------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ _REASONS = {
     7: "the family of the segment's format has no kernels here",
 }
 _I32, _I64, _U32, _U64, _PTR = ctypes.c_int, ctypes.c_int64, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
-_SIGNATURES = {
+SIGNATURES = {
     "aps_scan": [_PTR, _I64, _I32],
     "aps_encode_segments": [_PTR, _I64, _PTR, _I64, _I32, _U64],
     "aps_decode_segments": [_PTR, _I64, _PTR, _I32, _I64, _I32],
@@ -51,19 +51,14 @@ def library() -> ctypes.CDLL:
             spec = find_spec("horovod_aps._cpu")
             if spec is None or spec.origin is None:
                 raise ImportError("horovod_aps: the CPU kernel library is not built; type: pip install -e .")
-            _library = load(spec.origin)
+            lib = ctypes.CDLL(spec.origin)
+            for name, arguments in SIGNATURES.items():
+                getattr(lib, name).argtypes = arguments
+                getattr(lib, name).restype = _I64
+            lib.aps_use_avx2(int(config.use_avx2()))
+            lib.aps_set_num_threads(config.num_threads())
+            _library = lib
     return _library
-
-
-def load(path: str) -> ctypes.CDLL:
-    """Return the library at `path`, configured from the environment."""
-    lib = ctypes.CDLL(path)
-    for name, arguments in _SIGNATURES.items():
-        getattr(lib, name).argtypes = arguments
-        getattr(lib, name).restype = _I64
-    lib.aps_use_avx2(int(config.use_avx2()))
-    lib.aps_set_num_threads(config.num_threads())
-    return lib
 
 
 def set_num_threads(n: int) -> None:
