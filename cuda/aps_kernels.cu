@@ -204,7 +204,7 @@ static __device__ __forceinline__ void scan_tile(const ApsSegment& s, int64_t be
     const int sign_bit = 8 * aps_dtype_size(s.dtype) - 1;
     uint64_t best = 0, bits[8];
     if (!Tile::is_scanned) return;
-    APS_FOR_GROUPS (g, begin, tile_end(s, begin)) {
+    APS_FOR_GROUPS(g, begin, tile_end(s, begin)) {
         load_group(s, g, bits);
         for (int k = 0; k < g.count; ++k) {
             uint64_t magnitude = bits[k] & ((1ull << sign_bit) - 1ull);
@@ -221,7 +221,7 @@ static __device__ __forceinline__ void encode_tile(const ApsSegment& s, int64_t 
     const Tile tile(s);
     uint64_t bits[8];
     uint32_t codes[8];
-    APS_FOR_GROUPS (g, begin, tile_end(s, begin)) {
+    APS_FOR_GROUPS(g, begin, tile_end(s, begin)) {
         load_group(s, g, bits);
         for (int k = 0; k < g.count; ++k) codes[k] = encoder.code(bits[k], s.dtype, s.first + g.first + k);
         store_codes(message + s.offset, g, tile.width, codes);
@@ -234,7 +234,7 @@ static __device__ __forceinline__ void decode_tile(const ApsSegment& s, int64_t 
     const typename Tile::Summer summer(s, s.exponent, s.factor, s.dtype, n_in, accumulate);
     double acc[8] = {};
     uint64_t bits[8];
-    APS_FOR_GROUPS (g, begin, tile_end(s, begin)) {
+    APS_FOR_GROUPS(g, begin, tile_end(s, begin)) {
         if (!summer.is_constant) summer.sum(s, g, inputs, n_in, acc);
         for (int k = 0; k < g.count; ++k) bits[k] = summer.finish(acc[k]);
         store_group(s, g, bits);
@@ -248,7 +248,7 @@ static __device__ __forceinline__ void reduce_scan_tile(const ApsSegment& s, int
     double acc[8];
     uint64_t best = 0;
     if (!Tile::is_scaled(s)) return;
-    APS_FOR_GROUPS (g, begin, tile_end(s, begin)) {
+    APS_FOR_GROUPS(g, begin, tile_end(s, begin)) {
         summer.sum(s, g, inputs, n_in, acc);
         for (int k = 0; k < g.count; ++k) {
             uint64_t magnitude = aps_bits64(acc[k]) & 0x7fffffffffffffffull;
@@ -267,7 +267,7 @@ static __device__ __forceinline__ void reduce_tile(const ApsSegment& s, int64_t 
     const Tile tile(s);
     double acc[8] = {};
     uint32_t codes[8];
-    APS_FOR_GROUPS (g, begin, tile_end(s, begin)) {
+    APS_FOR_GROUPS(g, begin, tile_end(s, begin)) {
         if (!encoder.is_zero) summer.sum(s, g, inputs, n_in, acc);
         for (int k = 0; k < g.count; ++k) codes[k] = summer.code(acc[k], encoder, s.first + g.first + k);
         store_codes(message + s.offset, g, tile.width, codes);
@@ -279,7 +279,7 @@ static __device__ __forceinline__ void residual_tile(const ApsSegment& s, int64_
     const Tile tile(s);
     uint64_t bits[8];
     uint32_t codes[8];
-    APS_FOR_GROUPS (g, begin, tile_end(s, begin)) {
+    APS_FOR_GROUPS(g, begin, tile_end(s, begin)) {
         load_group(s, g, bits);
         load_codes(message + s.offset, g, tile.width, codes);
         for (int k = 0; k < g.count; ++k) bits[k] = tile.residual(bits[k], codes[k], s.dtype);
@@ -292,7 +292,7 @@ extern "C" {
 
 // Largest |x| of every segment, as bits of its dtype; top starts at 0. NaN and Inf have the largest bits.
 __global__ void scan_kernel(const ApsSegment* segs, const ApsTile* tiles, int64_t n_tiles, ull* top) {
-    APS_FOR_TILES (t) {
+    APS_FOR_TILES(t) {
         const ApsSegment s = segs[tiles[t].segment];
         APS_BY_FAMILY(s, scan_tile<Tile>(s, tiles[t].begin, &top[tiles[t].segment]))
     }
@@ -300,7 +300,7 @@ __global__ void scan_kernel(const ApsSegment* segs, const ApsTile* tiles, int64_
 
 __global__ void encode_kernel(const ApsSegment* segs, const ApsTile* tiles, int64_t n_tiles, uint8_t* message, int mode,
                               uint64_t seed) {
-    APS_FOR_TILES (t) {
+    APS_FOR_TILES(t) {
         const ApsSegment s = segs[tiles[t].segment];
         APS_BY_FAMILY(s, encode_tile<Tile>(s, tiles[t].begin, message, mode, seed))
     }
@@ -308,7 +308,7 @@ __global__ void encode_kernel(const ApsSegment* segs, const ApsTile* tiles, int6
 
 __global__ void decode_kernel(const ApsSegment* segs, const ApsTile* tiles, int64_t n_tiles, const uint64_t* inputs,
                               int n_in, int accumulate) {
-    APS_FOR_TILES (t) {
+    APS_FOR_TILES(t) {
         const ApsSegment s = segs[tiles[t].segment];
         APS_BY_FAMILY(s, decode_tile<Tile>(s, tiles[t].begin, inputs, n_in, accumulate))
     }
@@ -317,7 +317,7 @@ __global__ void decode_kernel(const ApsSegment* segs, const ApsTile* tiles, int6
 // First half of reduce: largest |sum| of every segment in the accumulation domain, as bits of a double.
 __global__ void reduce_scan_kernel(const ApsSegment* segs, const ApsTile* tiles, int64_t n_tiles,
                                    const uint64_t* inputs, int n_in, ull* top) {
-    APS_FOR_TILES (t) {
+    APS_FOR_TILES(t) {
         const ApsSegment s = segs[tiles[t].segment];
         APS_BY_FAMILY(s, reduce_scan_tile<Tile>(s, tiles[t].begin, inputs, n_in, &top[tiles[t].segment]))
     }
@@ -327,7 +327,7 @@ __global__ void reduce_scan_kernel(const ApsSegment* segs, const ApsTile* tiles,
 __global__ void reduce_kernel(const ApsSegment* segs, const ApsTile* tiles, int64_t n_tiles, const uint64_t* inputs,
                               int n_in, int accumulate, const int32_t* acc_exp, uint8_t* message, int mode,
                               uint64_t seed) {
-    APS_FOR_TILES (t) {
+    APS_FOR_TILES(t) {
         const ApsSegment s = segs[tiles[t].segment];
         const int exponent = acc_exp[tiles[t].segment];
         APS_BY_FAMILY(s, reduce_tile<Tile>(s, tiles[t].begin, inputs, n_in, accumulate, exponent, message, mode, seed))
@@ -335,18 +335,18 @@ __global__ void reduce_kernel(const ApsSegment* segs, const ApsTile* tiles, int6
 }
 
 __global__ void residual_kernel(const ApsSegment* segs, const ApsTile* tiles, int64_t n_tiles, const uint8_t* message) {
-    APS_FOR_TILES (t) {
+    APS_FOR_TILES(t) {
         const ApsSegment s = segs[tiles[t].segment];
         APS_BY_FAMILY(s, residual_tile<Tile>(s, tiles[t].begin, message))
     }
 }
 
 __global__ void add_kernel(const ApsSegment* segs, const ApsTile* tiles, int64_t n_tiles, const uint64_t* targets) {
-    APS_FOR_TILES (t) {
+    APS_FOR_TILES(t) {
         const ApsSegment s = segs[tiles[t].segment];
         float* kept = (float*)targets[tiles[t].segment];
         uint64_t bits[8];
-        APS_FOR_GROUPS (g, tiles[t].begin, tile_end(s, tiles[t].begin)) {
+        APS_FOR_GROUPS(g, tiles[t].begin, tile_end(s, tiles[t].begin)) {
             load_group(s, g, bits);
             for (int k = 0; k < g.count; ++k) kept[g.first + k] = aps_add_error(kept[g.first + k], bits[k], s.dtype);
         }

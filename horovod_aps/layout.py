@@ -139,12 +139,12 @@ def lay_out_bucket(specs: Sequence[LayerSpec], layers: Sequence[int], n_shards: 
     shard_of, layer_of_segment, first_of, n_of, offset_of = np.array(rows, np.int64).reshape(-1, 5).T
     segments = np.zeros(len(rows), SEGMENT)
     segments["n"], segments["offset"], segments["first"] = n_of, offset_of, first_of
-    for field, values in (
+    for column, values in (
         ("factor", [specs[layer].factor for layer in layers]),
         ("dtype", [specs[layer].dtype for layer in layers]),
         ("uid", layers),
     ):
-        segments[field] = np.array(values)[layer_of_segment]
+        segments[column] = np.array(values)[layer_of_segment]
     formats = [specs[layers[position]].format for position in layer_of_segment]
     for fmt in set(formats):
         mine = np.array([other == fmt for other in formats])
