@@ -63,7 +63,7 @@ struct ApsFloatCodec {
 // ---------------------------------------------------------------------------------------------- raw float32
 // The bits of float32, neither scaled nor rounded; the exponent means nothing.
 struct ApsRawCodec {
-    static const int width = 32;
+    enum { width = 32 };
     explicit APS_METHOD ApsRawCodec(const ApsSegment&) {}
     static APS_METHOD bool is_valid(const ApsSegment&) { return true; }
     static APS_METHOD bool is_scaled(const ApsSegment&) { return false; }

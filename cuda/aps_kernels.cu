@@ -72,7 +72,7 @@ static __device__ __forceinline__ void store_codes(uint8_t* base, ApsGroup g, in
 // A codec of a tile: what its Encoder makes of a value or a sum, and its Summer of the inputs' codes.
 struct FloatTile : ApsFloatCodec {
     using ApsFloatCodec::ApsFloatCodec;
-    static const bool is_scanned = true;
+    enum { is_scanned = 1 };
 
     struct Encoder {
         ApsEncodePlan plan;
@@ -147,10 +147,10 @@ struct FloatTile : ApsFloatCodec {
 // ---------------------------------------------------------------------------------------------- raw float32
 struct RawTile : ApsRawCodec {
     using ApsRawCodec::ApsRawCodec;
-    static const bool is_scanned = false;
+    enum { is_scanned = 0 };
 
     struct Encoder {
-        static const bool is_zero = false;
+        enum { is_zero = 0 };
         __device__ __forceinline__ Encoder(const ApsSegment&, int, int, uint64_t) {}
         __device__ __forceinline__ uint32_t code(uint64_t bits, int dtype, int64_t) const {
             return ApsRawCodec::code(bits, dtype);
@@ -160,7 +160,7 @@ struct RawTile : ApsRawCodec {
     struct Summer {
         float factor;
         int dtype;
-        static const bool is_constant = false;
+        enum { is_constant = 0 };
         __device__ __forceinline__ Summer(const ApsSegment&, int, float factor, int dtype, int, int)
             : factor(factor), dtype(dtype) {}
         __device__ __forceinline__ void sum(const ApsSegment& s, ApsGroup g, const uint64_t* inputs, int n_in,
@@ -201,17 +201,18 @@ struct RawTile : ApsRawCodec {
 
 template <class Tile>
 static __device__ __forceinline__ void scan_tile(const ApsSegment& s, int64_t begin, ull* top) {
-    const int sign_bit = 8 * aps_dtype_size(s.dtype) - 1;
-    uint64_t best = 0, bits[8];
-    if (!Tile::is_scanned) return;
-    APS_FOR_GROUPS(g, begin, tile_end(s, begin)) {
-        load_group(s, g, bits);
-        for (int k = 0; k < g.count; ++k) {
-            uint64_t magnitude = bits[k] & ((1ull << sign_bit) - 1ull);
-            best = magnitude > best ? magnitude : best;
+    if constexpr (Tile::is_scanned) {
+        const int sign_bit = 8 * aps_dtype_size(s.dtype) - 1;
+        uint64_t best = 0, bits[8];
+        APS_FOR_GROUPS(g, begin, tile_end(s, begin)) {
+            load_group(s, g, bits);
+            for (int k = 0; k < g.count; ++k) {
+                uint64_t magnitude = bits[k] & ((1ull << sign_bit) - 1ull);
+                best = magnitude > best ? magnitude : best;
+            }
         }
+        if (best) atomicMax(top, (ull)best);
     }
-    if (best) atomicMax(top, (ull)best);
 }
 
 template <class Tile>
