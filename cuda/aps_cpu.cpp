@@ -26,6 +26,7 @@ struct CpuCodec {
     bool (*is_scaled)(const ApsSegment&);     // do sums get an exponent of their own?
     bool (*has_exponent)(const ApsSegment&);  // is the exponent one that can be decoded with?
     int64_t (*n_bytes)(const ApsSegment&);    // what the segment takes in a message
+    int64_t (*unit)(const ApsSegment&);       // ranges begin at multiples of it, a multiple of 8 elements
     uint64_t (*scan)(const ApsSegment&, int64_t begin, int64_t end);
     int (*exponent)(const ApsSegment&, uint64_t top, int dtype, int mode);
     void (*encode)(const ApsSegment&, uint8_t* message, int64_t begin, int64_t end, int mode, uint64_t seed);
@@ -122,8 +123,8 @@ static int64_t check_inputs(Inputs in, int n_in) {
 
 // ---------------------------------------------------------------------------------------------- threads
 // Call body(segment, begin, end, part) over all elements, part = 0..n_parts-1; a part is one contiguous stretch of the
-// bucket, cut at multiples of 8 elements within a segment so that no two threads write the same byte. The cuts depend on
-// the table and the number of threads only.
+// bucket, cut at whole units of its family within a segment so that no two threads write the same byte. The cuts depend
+// on the table and the number of threads only.
 static int n_parts(const ApsSegment* s, int64_t n_segs) {
     int64_t total = 0;
     for (int64_t k = 0; k < n_segs; ++k) total += s[k].n;
@@ -151,8 +152,9 @@ static void for_ranges(ApsSegment* s, int64_t n_segs, const Body& body) {
         for (int64_t k = 0; k < n_segs; start += s[k].n, ++k) {
             int64_t n = s[k].n;
             if (start >= high || start + n <= low) continue;
-            int64_t begin = low > start ? (low - start + 7) / 8 * 8 : 0;
-            int64_t end = high < start + n ? (high - start + 7) / 8 * 8 : n;
+            const int64_t unit = active()[s[k].family]->unit(s[k]);
+            int64_t begin = low > start ? (low - start + unit - 1) / unit * unit : 0;
+            int64_t end = high < start + n ? (high - start + unit - 1) / unit * unit : n;
             if (end > n) end = n;
             if (begin < end) body(k, begin, end, part);
         }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+import cuda_standin
 import numpy as np
 import pytest
 from exchange_oracle import CODES, assert_same_bits
@@ -16,6 +17,7 @@ from horovod_aps import formats
 from horovod_aps.exchange import Exchange, Layer, local_allreduce
 from horovod_aps.formats import FloatFormat, HostFormat
 from horovod_aps.kernels import SEGMENT, CpuKernels
+from horovod_aps.kernels.cuda import CudaKernels
 from horovod_aps.options import Options
 
 
@@ -100,6 +102,83 @@ def test_toy_format_is_exchanged_by_two_ranks_in_every_dtype(n: int, dtype: str)
     figures = exchanges[0].statistics.as_dict()["layers"]
     assert [figures[name]["format"] for name in ("l0", "l1")] == ["int8x32", "e4m3"]
     assert 0 < figures["l0"]["relative_error"] < 0.01 or n == 1
+
+
+@dataclass(frozen=True)
+class SlowFloat(HostFormat):
+    """`FloatFormat(e, m)` by its own array functions, with the exponent of the layer."""
+
+    e: int
+    m: int
+    scale = "layer"
+
+    @property
+    def fmt(self) -> FloatFormat:
+        return FloatFormat(self.e, self.m)
+
+    @property
+    def bits(self) -> int:
+        return self.fmt.bits
+
+    def __str__(self) -> str:
+        return f"slow-{self.fmt}"
+
+    @classmethod
+    def parse(cls, text: str) -> SlowFloat:
+        if not text.startswith("slow-"):
+            raise ValueError(text)
+        fmt = FloatFormat.parse(text[5:])
+        return cls(fmt.exp_bits, fmt.man_bits)
+
+    def exponent_of(self, values, stochastic):
+        top, exponent = np.abs(values).max(), int(np.frexp(np.abs(values).max())[1]) - 1
+        while not np.isfinite(self.fmt.quantize(np.ldexp(top, self.fmt.top_exponent - exponent))):
+            exponent += 1
+        return exponent
+
+    def encode_segment(self, values, exponent, random):
+        return self.fmt.pack(self.fmt.encode(np.ldexp(values, self.fmt.top_exponent - exponent)))
+
+    def decode_segment(self, data, n_elements, exponent):
+        values = self.fmt.decode(self.fmt.unpack(data, n_elements)).astype(np.float64)
+        return np.ldexp(values, exponent - self.fmt.top_exponent)
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3])
+@pytest.mark.parametrize("fmt", [(4, 3), (3, 0), (5, 2)], ids=str)
+def test_floats_in_python_give_the_bits_of_the_native_family(fmt: tuple[int, int], n_ranks: int) -> None:
+    """Oracle: the native family, over steps with error feedback; both sum exactly here, so no rounding hides."""
+    rng = np.random.default_rng([*fmt, n_ranks])
+    grads = [
+        [(rng.standard_normal(n) * 10.0**i).astype(np.float32) for i, n in enumerate((1, 9, 1025))]
+        for _ in range(n_ranks)
+    ]
+    results = []
+    for value in (fmt, SlowFloat(*fmt)):
+        exchanges = None
+        for _ in range(3):
+            outs, exchanges = run(
+                grads, Options(4, 3, overrides={"*": value}, error_feedback=True, stats=True), exchanges
+            )
+        results.append((outs, exchanges))
+    (native, one), (python, other) = results
+    for ours, theirs in zip(sum(native, []), sum(python, []), strict=True):
+        assert_same_bits(theirs, ours)
+    for ours, theirs in zip(one, other, strict=True):
+        assert all(np.array_equal(theirs.residuals[name], kept) for name, kept in ours.residuals.items())
+        for name, figures in ours.statistics.as_dict()["layers"].items():
+            mine = theirs.statistics.as_dict()["layers"][name]
+            assert [mine[key] for key in ("exponent", "underflow")] == [
+                figures[key] for key in ("exponent", "underflow")
+            ]
+            assert mine["relative_error"] == pytest.approx(figures["relative_error"], rel=1e-12)
+
+
+def test_formats_in_python_are_refused_by_cuda_kernels() -> None:
+    segs = np.zeros(1, SEGMENT)
+    Int8Blocks().describe(segs)
+    with pytest.raises(ValueError, match="scan: the family of the segment's format has no kernels here"):
+        CudaKernels(cuda_standin).scan(segs)
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
