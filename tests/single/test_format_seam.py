@@ -16,7 +16,7 @@ from exchange_oracle import CODES, assert_same_bits
 from horovod_aps import formats
 from horovod_aps.exchange import Exchange, Layer, local_allreduce
 from horovod_aps.formats import FloatFormat, HostFormat
-from horovod_aps.kernels import SEGMENT, CpuKernels
+from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO, SEGMENT, CpuKernels
 from horovod_aps.kernels.cuda import CudaKernels
 from horovod_aps.options import Options
 
@@ -208,6 +208,15 @@ def test_toy_format_keeps_zeros_nan_and_its_neighbours() -> None:
     grads[1][1][7] = np.inf
     outs, _ = run(grads, Options(4, 3, overrides={"*": Int8Blocks()}))
     assert not outs[0][0].any() and np.isnan(outs[0][1]).all() and np.all(outs[0][2] == 1)
+
+
+@pytest.mark.parametrize("value, wanted", [(0.0, EXP_ZERO), (np.nan, EXP_NONFINITE), (2.0, 0)])
+def test_toy_format_marks_zeros_and_nan_for_all_ranks(value: float, wanted: int) -> None:
+    x, segs = np.full(9, value, np.float32), np.zeros(1, SEGMENT)
+    Int8Blocks().describe(segs)
+    segs["data"], segs["n"], segs["exponent"] = x.ctypes.data, 9, 77
+    CpuKernels().scan(segs)
+    assert segs["exponent"][0] == wanted
 
 
 def test_toy_format_is_read_from_text_and_chosen_by_auto() -> None:
