@@ -1,6 +1,6 @@
 # Two commands do everything: `make demo` and `make test`. Both set the machine up first.
 PY := .venv/bin/python
-.PHONY: setup demo test test-slow test-fast bench lint docs fuzz soak clean
+.PHONY: setup demo test test-slow test-fast bench lint format docs fuzz soak clean
 
 setup:
 	@bash scripts/setup.sh
@@ -21,9 +21,17 @@ test-slow: setup
 test-fast: setup
 	$(PY) -m pytest tests/single -m "not slow" -q -n 2 --dist worksteal
 
+CPP := $(wildcard cuda/*.h cuda/*.inc cuda/*.cpp cuda/*.cu tests/*/*.h tests/*/*.cpp)
 lint: setup
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	.venv/bin/clang-format --dry-run --Werror $(CPP)
 	$(PY) -m mypy
+
+format: setup
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	.venv/bin/clang-format -i $(CPP)
 
 docs: setup
 	$(PY) -m mkdocs build --strict --quiet

@@ -4,6 +4,7 @@ The library is plain C++ loaded by ctypes. AVX2 is chosen at run time, so no -ma
 runs on every machine of its architecture. OpenMP is used where the compiler has it.
 """
 
+import glob
 import os
 import sys
 import tempfile
@@ -12,7 +13,7 @@ from typing import Any
 from setuptools import Extension, find_namespace_packages, setup
 from setuptools.command.build_ext import build_ext
 
-HEADERS = ["cuda/aps_scalar.h", "cuda/aps_cpu_kernels.inc", "cuda/aps_cpu_avx2.inc", "cuda/aps_simulate.h"]
+HEADERS = sorted([*glob.glob("cuda/*.h"), *glob.glob("cuda/*.inc")])
 
 
 class BuildLibrary(build_ext):

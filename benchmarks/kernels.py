@@ -4,6 +4,11 @@ Bytes are those that the operation must read and write (each once), counted the 
 time is the best of several rounds, interleaved so that a slow phase of the machine hits all alike.
 
     python benchmarks/kernels.py --elements 25600000 --threads 1 --json out.json
+
+With --against LIBRARY, a build of other sources (`_cpu*.so` of another checkout), every kernel runs from both libraries
+in turn, and the last column is this one's time over the other's:
+
+    python benchmarks/kernels.py --against ../before/horovod_aps/_cpu.cpython-311-x86_64-linux-gnu.so
 """
 
 import argparse
@@ -14,9 +19,13 @@ from collections.abc import Callable
 
 import numpy as np
 
+from horovod_aps import config
 from horovod_aps import kernels as K
+from horovod_aps.kernels import native
 
 FORMATS = [(4, 3), (5, 2), (3, 0), (3, 2), (5, 10)]
+
+Case = tuple[str, float, Callable[[], object]]
 
 
 def bucket(x: np.ndarray, exp_bits: int, man_bits: int) -> np.ndarray:
@@ -27,16 +36,14 @@ def bucket(x: np.ndarray, exp_bits: int, man_bits: int) -> np.ndarray:
     return segs
 
 
-def cases(n: int) -> list[tuple[str, float, Callable[[], object]]]:
+def cases(n: int) -> list[Case]:
     """(name, bytes moved, call) of memcpy and of every kernel in every format."""
     rng = np.random.default_rng(0)
     cpu = K.CpuKernels()
     x, y = rng.standard_normal(n, dtype=np.float32), np.ones(n, dtype=np.float32)
     kept = x.copy()
     memcpy = ctypes.memmove
-    result: list[tuple[str, float, Callable[[], object]]] = [
-        ("memcpy", 8.0 * n, lambda: memcpy(y.ctypes.data, x.ctypes.data, 4 * n))
-    ]
+    result: list[Case] = [("memcpy", 8.0 * n, lambda: memcpy(y.ctypes.data, x.ctypes.data, 4 * n))]
     result.append(("scan", 4.0 * n, lambda: cpu.scan(bucket(x, 4, 3))))
     result.append(("add", 12.0 * n, lambda: cpu.add(bucket(x, 4, 3), np.array([kept.ctypes.data], np.uint64))))
     for exp_bits, man_bits in FORMATS:
@@ -73,29 +80,56 @@ def cases(n: int) -> list[tuple[str, float, Callable[[], object]]]:
     return result
 
 
+def other_library(path: str, threads: int) -> ctypes.CDLL:
+    """Another build of the library, which need not have every function of this one."""
+    lib = ctypes.CDLL(path)
+    for name, arguments in native.SIGNATURES.items():
+        if hasattr(lib, name):
+            getattr(lib, name).argtypes, getattr(lib, name).restype = arguments, ctypes.c_int64
+    lib.aps_use_avx2(int(config.use_avx2()))
+    lib.aps_set_num_threads(threads)
+    return lib
+
+
+def best_times(work: list[Case], rounds: int, libraries: list[ctypes.CDLL]) -> list[dict[str, float]]:
+    """The best time of every case, per library; the libraries take turns, and who is first does too."""
+    best = [{name: float("inf") for name, _, _ in work} for _ in libraries]
+    for turn in range(rounds):
+        for name, _, call in work:
+            for which in range(len(libraries)) if turn % 2 == 0 else reversed(range(len(libraries))):
+                native._library = libraries[which]
+                start = time.perf_counter()
+                call()
+                best[which][name] = min(best[which][name], time.perf_counter() - start)
+    native._library = libraries[0]
+    return best
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--elements", type=int, default=25_600_000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", default="", help="names to run, by substring")
     parser.add_argument("--json", help="write the numbers here")
+    parser.add_argument(
+        "--against", metavar="LIBRARY", help="another build of the library, to run in turn with this one"
+    )
     arguments = parser.parse_args()
     K.set_num_threads(arguments.threads)
     work = [c for c in cases(arguments.elements) if c[0] in ("memcpy", "scan") or arguments.only in c[0]]
-    best = {name: float("inf") for name, _, _ in work}
-    for _ in range(arguments.rounds):
-        for name, _, call in work:
-            start = time.perf_counter()
-            call()
-            best[name] = min(best[name], time.perf_counter() - start)
+    libraries = [K.library()]
+    if arguments.against:
+        libraries.append(other_library(arguments.against, arguments.threads))
+    best, *other = best_times(work, arguments.rounds, libraries)
     rates = {name: size / best[name] / 1e9 for name, size, _ in work}
     print(f"{arguments.elements} elements, {arguments.threads} thread(s)")
-    print(f"{'kernel':<28}{'ms':>8}{'GB/s':>8}{'of memcpy':>11}")
+    print(
+        f"{'kernel':<28}{'ms':>8}{'GB/s':>8}{'of memcpy':>11}" + "".join(f"{'other ms':>10}{'ratio':>7}" for _ in other)
+    )
     for name, rate in rates.items():
-        print(f"{name:<28}{best[name] * 1e3:8.2f}{rate:8.1f}{rate / rates['memcpy']:11.2f}")
+        line = f"{name:<28}{best[name] * 1e3:8.2f}{rate:8.1f}{rate / rates['memcpy']:11.2f}"
+        print(line + "".join(f"{times[name] * 1e3:10.2f}{best[name] / times[name]:7.3f}" for times in other))
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump(

@@ -1,8 +1,9 @@
 // The CPU kernel library: C functions over a table of segments, called through ctypes (which releases the GIL).
 //
-// This file checks the table, splits the work over threads and picks the instruction set; the loops are in
-// aps_cpu_kernels.inc, the arithmetic in aps_scalar.h. Every function returns 0, or 16 * (segment + 1) + reason.
-#include "aps_scalar.h"
+// This file checks the table, splits the work over threads and picks, once per range of a segment, the loops for its
+// family of formats and the instruction set. The loops are in aps_cpu_*.inc, the arithmetic of one element in
+// aps_codecs.h and aps_scalar.h. Every function returns 0, or 16 * (segment + 1) + reason.
+#include "aps_codecs.h"
 
 #include <stdlib.h>
 #include <unistd.h>
@@ -16,17 +17,35 @@
 
 typedef const uint8_t* const* Inputs;
 
-struct ReduceFound {
+struct ReduceFound {  // of a range; the exponent is relative to that of the inputs
     int exponent;
-    int64_t redo;
+    int64_t redo;  // what is before it was encoded with a lower exponent
 };
-struct CpuKernels {
-    uint64_t (*scan)(const ApsSegment&, int64_t, int64_t);
-    void (*encode)(const ApsSegment&, uint8_t*, int64_t, int64_t, int, uint64_t);
-    void (*decode)(const ApsSegment&, Inputs, int, int, int64_t, int64_t);
-    ReduceFound (*reduce)(const ApsSegment&, Inputs, int, int, bool, uint8_t*, int64_t, int64_t, int, uint64_t);
-    void (*reduce_redo)(const ApsSegment&, Inputs, int, int, uint8_t*, int64_t, int64_t, int, uint64_t);
+// The loops of one family of formats, each over one range of one segment.
+struct CpuCodec {
+    bool (*is_valid)(const ApsSegment&);      // is this a format of the family?
+    bool (*is_scaled)(const ApsSegment&);     // do sums get an exponent of their own?
+    bool (*has_exponent)(const ApsSegment&);  // is the exponent one that can be decoded with?
+    int64_t (*n_bytes)(const ApsSegment&);    // what the segment takes in a message
+    int64_t (*unit)(const ApsSegment&);       // ranges begin at multiples of it, a multiple of 8 elements
+    uint64_t (*scan)(const ApsSegment&, int64_t begin, int64_t end);
+    int (*exponent)(const ApsSegment&, uint64_t top, int dtype, int mode);
+    void (*encode)(const ApsSegment&, uint8_t* message, int64_t begin, int64_t end, int mode, uint64_t seed);
+    void (*decode)(const ApsSegment&, Inputs, int n_in, int accumulate, int64_t begin, int64_t end);
+    ReduceFound (*reduce)(const ApsSegment&, Inputs, int n_in, int accumulate, bool keep, uint8_t* message,
+                          int64_t begin, int64_t end, int mode, uint64_t seed);
+    // Encode the sums again at a known exponent; only where sums are scaled.
+    void (*reduce_redo)(const ApsSegment&, Inputs, int n_in, int exponent, uint8_t* message, int64_t begin, int64_t end,
+                        int mode, uint64_t seed);
+    int (*sum_exponent)(const ApsSegment&, int found, bool keep);  // of the sums, from all that reduce has found
+    void (*residual)(const ApsSegment&, const uint8_t* message, int64_t begin, int64_t end);
+    void (*measure)(const ApsSegment&, const uint8_t* message, int64_t begin, int64_t end, double* out);
 };
+
+enum { MAX_EXPONENT = 4096 };  // float64's, and room for the sum of all ranks
+static bool has_exponent(const ApsSegment& s) {
+    return aps_is_constant(s) || (s.exponent >= -MAX_EXPONENT && s.exponent <= MAX_EXPONENT);
+}
 
 namespace aps_baseline {
 #include "aps_cpu_kernels.inc"
@@ -46,12 +65,13 @@ namespace aps_avx2 {
 static int g_threads = 1;
 static int g_use_avx2 = -1;  // -1: not asked yet
 
-static const CpuKernels& active() {
+// The codecs of all families, for this machine.
+static const CpuCodec* const* active() {
 #ifdef APS_X86
     if (g_use_avx2 < 0) g_use_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-    if (g_use_avx2) return aps_avx2::kernels;
+    if (g_use_avx2) return aps_avx2::codecs;
 #endif
-    return aps_baseline::kernels;
+    return aps_baseline::codecs;
 }
 
 // Subnormal numbers count, whatever the calling thread's flush-to-zero setting is.
@@ -74,25 +94,22 @@ struct FloatEnvironment {
 };
 
 // ---------------------------------------------------------------------------------------------- checks
-enum { BAD_BITS = 1, BAD_DTYPE = 2, BAD_POINTER = 3, BAD_RANGE = 4, BAD_COUNT = 5, BAD_EXPONENT = 6 };
-enum { MAX_EXPONENT = 4096 };  // float64's, and room for the sum of all ranks
+enum { BAD_BITS = 1, BAD_DTYPE = 2, BAD_POINTER = 3, BAD_RANGE = 4, BAD_COUNT = 5, BAD_EXPONENT = 6, BAD_FAMILY = 7 };
 
-static bool has_exponent(const ApsSegment& g) {
-    return g.exponent == APS_EXP_ZERO || g.exponent == APS_EXP_NONFINITE || (g.exponent >= -MAX_EXPONENT && g.exponent <= MAX_EXPONENT);
+static int reason_against(const ApsSegment& g, bool uses_data, int64_t length) {
+    if (g.family >= APS_N_FAMILIES) return BAD_FAMILY;
+    const CpuCodec& codec = *active()[g.family];
+    if (!codec.is_valid(g)) return BAD_BITS;
+    if (g.dtype > 3) return BAD_DTYPE;
+    if (g.n < 0 || g.n > (INT64_MAX >> 6)) return BAD_COUNT;
+    if (uses_data && g.n > 0 && !g.data) return BAD_POINTER;
+    if (length < 0) return 0;
+    if (g.offset < 0 || g.offset > length || codec.n_bytes(g) > length - g.offset) return BAD_RANGE;
+    return codec.has_exponent(g) ? 0 : BAD_EXPONENT;
 }
-
 static int64_t check(const ApsSegment* s, int64_t n_segs, bool uses_data, int64_t length) {
     for (int64_t k = 0; k < n_segs; ++k) {
-        const ApsSegment& g = s[k];
-        int reason = 0;
-        int width = g.flags & APS_RAW ? 32 : 1 + g.exp_bits + g.man_bits;
-        if (!(g.flags & APS_RAW) && (g.exp_bits < 1 || g.exp_bits > 8 || g.man_bits > 23)) reason = BAD_BITS;
-        else if (!(g.flags & APS_RAW) && g.exp_bits == 1 && g.man_bits == 0 && (g.flags & APS_SPECIALS)) reason = BAD_BITS;
-        else if (g.dtype > 3) reason = BAD_DTYPE;
-        else if (g.n < 0 || g.n > (INT64_MAX >> 6)) reason = BAD_COUNT;
-        else if (uses_data && g.n > 0 && !g.data) reason = BAD_POINTER;
-        else if (length >= 0 && (g.offset < 0 || g.offset > length || (g.n * width + 7) / 8 > length - g.offset)) reason = BAD_RANGE;
-        else if (length >= 0 && !(g.flags & APS_RAW) && !has_exponent(g)) reason = BAD_EXPONENT;
+        const int reason = reason_against(s[k], uses_data, length);
         if (reason) return 16 * (k + 1) + reason;
     }
     return 0;
@@ -111,8 +128,8 @@ static const pid_t g_loaded_by = getpid();
 bool aps_is_forked() { return getpid() != g_loaded_by; }
 
 // Call body(segment, begin, end, part) over all elements, part = 0..n_parts-1; a part is one contiguous stretch of the
-// bucket, cut at multiples of 8 elements within a segment so that no two threads write the same byte. The cuts depend on
-// the table and the number of threads only.
+// bucket, cut at whole units of its family within a segment so that no two threads write the same byte. The cuts depend
+// on the table and the number of threads only.
 static int n_parts(const ApsSegment* s, int64_t n_segs) {
     int64_t total = 0;
     for (int64_t k = 0; k < n_segs; ++k) total += s[k].n;
@@ -137,8 +154,9 @@ static void for_ranges(ApsSegment* s, int64_t n_segs, const Body& body) {
         for (int64_t k = 0; k < n_segs; start += s[k].n, ++k) {
             int64_t n = s[k].n;
             if (start >= high || start + n <= low) continue;
-            int64_t begin = low > start ? (low - start + 7) / 8 * 8 : 0;
-            int64_t end = high < start + n ? (high - start + 7) / 8 * 8 : n;
+            const int64_t unit = active()[s[k].family]->unit(s[k]);
+            int64_t begin = low > start ? (low - start + unit - 1) / unit * unit : 0;
+            int64_t end = high < start + n ? (high - start + unit - 1) / unit * unit : n;
             if (end > n) end = n;
             if (begin < end) body(k, begin, end, part);
         }
@@ -155,8 +173,8 @@ static void for_ranges(ApsSegment* s, int64_t n_segs, const Body& body) {
 
 static void atomic_max(uint64_t* where, uint64_t value) {
     uint64_t seen = __atomic_load_n(where, __ATOMIC_RELAXED);
-    while (seen < value && !__atomic_compare_exchange_n(where, &seen, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
-    }
+    while (seen < value &&
+           !__atomic_compare_exchange_n(where, &seen, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
 }
 
 // Scratch that a calling thread keeps between calls.
@@ -178,7 +196,6 @@ static thread_local Scratch t_scratch;
 // ---------------------------------------------------------------------------------------------- C interface
 extern "C" {
 
-int aps_abi_version() { return 1; }
 int aps_set_num_threads(int n) {
     g_threads = n < 1 ? 1 : n;
     return g_threads;
@@ -211,23 +228,20 @@ int aps_set_flush_to_zero(int on) {
 
 // Exponents from the largest magnitudes that a scan found, CPU or CUDA.
 void aps_finish_scan(ApsSegment* s, int64_t n_segs, const uint64_t* top, int stochastic) {
+    const CpuCodec* const* codecs = active();
     const int mode = stochastic ? APS_UP : APS_NEAREST;
-    for (int64_t k = 0; k < n_segs; ++k) {
-        s[k].exponent = s[k].flags & APS_RAW ? 0 : aps_exponent(top[k], s[k].dtype, aps_segment_format(s[k]), mode);
-    }
+    for (int64_t k = 0; k < n_segs; ++k) s[k].exponent = codecs[s[k].family]->exponent(s[k], top[k], s[k].dtype, mode);
 }
 // The same for the sums of a reduce on the device: new exponents in s, acc_exp in the accumulation domain.
 void aps_finish_reduce(ApsSegment* s, int64_t n_segs, const uint64_t* top, int keep, int stochastic, int32_t* acc_exp) {
+    const CpuCodec* const* codecs = active();
+    const int mode = stochastic ? APS_UP : APS_NEAREST;
     for (int64_t k = 0; k < n_segs; ++k) {
+        const CpuCodec& codec = *codecs[s[k].family];
         acc_exp[k] = APS_EXP_ZERO;
-        if (s[k].flags & APS_RAW) {
-            s[k].exponent = 0;
-        } else if (s[k].exponent != APS_EXP_ZERO && s[k].exponent != APS_EXP_NONFINITE) {
-            acc_exp[k] = APS_ACC_EXP;
-            if (keep) continue;
-            acc_exp[k] = aps_exponent(top[k], APS_F64, aps_segment_format(s[k]), stochastic ? APS_UP : APS_NEAREST);
-            s[k].exponent = acc_exp[k] == APS_EXP_ZERO ? (int)APS_EXP_ZERO : s[k].exponent + acc_exp[k] - APS_ACC_EXP;
-        }
+        if (codec.is_scaled(s[k])) acc_exp[k] = keep ? (int)APS_ACC_EXP : codec.exponent(s[k], top[k], APS_F64, mode);
+        const int found = acc_exp[k] == APS_EXP_ZERO ? (int)APS_EXP_ZERO : acc_exp[k] - APS_ACC_EXP;
+        s[k].exponent = codec.sum_exponent(s[k], found, keep);
     }
 }
 // The checks alone, for launchers that run elsewhere.
@@ -240,20 +254,21 @@ int64_t aps_scan(ApsSegment* s, int64_t n_segs, int stochastic) {
     if (bad) return bad;
     uint64_t* top = (uint64_t*)t_scratch.get((size_t)(n_segs + 1) * 8);
     memset(top, 0, (size_t)n_segs * 8);
-    const CpuKernels& kernel = active();
+    const CpuCodec* const* codecs = active();
     for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end, int) {
-        if (!(s[k].flags & APS_RAW)) atomic_max(&top[k], kernel.scan(s[k], begin, end));
+        atomic_max(&top[k], codecs[s[k].family]->scan(s[k], begin, end));
     });
     aps_finish_scan(s, n_segs, top, stochastic);
     return 0;
 }
 
-int64_t aps_encode_segments(ApsSegment* s, int64_t n_segs, uint8_t* message, int64_t length, int stochastic, uint64_t seed) {
+int64_t aps_encode_segments(ApsSegment* s, int64_t n_segs, uint8_t* message, int64_t length, int stochastic,
+                            uint64_t seed) {
     int64_t bad = check(s, n_segs, true, length);
     if (bad) return bad;
-    const CpuKernels& kernel = active();
+    const CpuCodec* const* codecs = active();
     for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end, int) {
-        kernel.encode(s[k], message, begin, end, stochastic ? APS_STOCHASTIC : APS_NEAREST, seed);
+        codecs[s[k].family]->encode(s[k], message, begin, end, stochastic ? APS_STOCHASTIC : APS_NEAREST, seed);
     });
     return 0;
 }
@@ -262,8 +277,10 @@ int64_t aps_decode_segments(ApsSegment* s, int64_t n_segs, Inputs in, int n_in, 
     int64_t bad = check(s, n_segs, true, length);
     if (!bad) bad = check_inputs(in, n_in);
     if (bad) return bad;
-    const CpuKernels& kernel = active();
-    for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end, int) { kernel.decode(s[k], in, n_in, accumulate, begin, end); });
+    const CpuCodec* const* codecs = active();
+    for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end, int) {
+        codecs[s[k].family]->decode(s[k], in, n_in, accumulate, begin, end);
+    });
     return 0;
 }
 
@@ -272,69 +289,41 @@ int64_t aps_reduce_segments(ApsSegment* s, int64_t n_segs, Inputs in, int n_in, 
     int64_t bad = check(s, n_segs, false, length);
     if (!bad) bad = check_inputs(in, n_in);
     if (bad) return bad;
-    const CpuKernels& kernel = active();
+    const CpuCodec* const* codecs = active();
     const bool keep = keep_exponent || accumulate != APS_SUM_FLOAT;  // re-rounded sums stay within the format
     const int parts = n_parts(s, n_segs), mode = stochastic ? APS_STOCHASTIC : APS_NEAREST;
     ReduceFound* found = (ReduceFound*)t_scratch.get((size_t)(n_segs * parts + 1) * sizeof(ReduceFound));
     for (int64_t k = 0; k < n_segs * parts; ++k) found[k] = {APS_EXP_ZERO, 0};
-    auto is_constant = [](const ApsSegment& g) { return g.exponent == APS_EXP_ZERO || g.exponent == APS_EXP_NONFINITE; };
     for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end, int part) {
-        if (!(s[k].flags & APS_RAW) && is_constant(s[k])) kernel.reduce_redo(s[k], in, n_in, APS_EXP_ZERO, message, begin, end, mode, seed);
-        else found[k * parts + part] = kernel.reduce(s[k], in, n_in, accumulate, keep, message, begin, end, mode, seed);
+        const CpuCodec& codec = *codecs[s[k].family];
+        found[k * parts + part] = codec.reduce(s[k], in, n_in, accumulate, keep, message, begin, end, mode, seed);
     });
     auto exponent_of = [&](int64_t k) {
         int e = APS_EXP_ZERO;
-        for (int part = 0; part < parts; ++part) e = found[k * parts + part].exponent > e ? found[k * parts + part].exponent : e;
+        for (int part = 0; part < parts; ++part)
+            e = found[k * parts + part].exponent > e ? found[k * parts + part].exponent : e;
         return e;
     };
     if (!keep) {
         for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end, int part) {
-            if (s[k].flags & APS_RAW || is_constant(s[k])) return;
+            const CpuCodec& codec = *codecs[s[k].family];
+            if (!codec.is_scaled(s[k])) return;
             const ReduceFound& mine = found[k * parts + part];
             const int e = exponent_of(k);
             const int64_t stop = e == APS_EXP_ZERO || mine.exponent < e ? end : mine.redo;
-            if (begin < stop) kernel.reduce_redo(s[k], in, n_in, e, message, begin, stop, mode, seed);
+            if (begin < stop) codec.reduce_redo(s[k], in, n_in, e, message, begin, stop, mode, seed);
         });
     }
-    for (int64_t k = 0; k < n_segs; ++k) {
-        const int e = exponent_of(k);
-        if (s[k].flags & APS_RAW) s[k].exponent = 0;
-        else if (is_constant(s[k]) || keep) continue;
-        else s[k].exponent = e == APS_EXP_ZERO ? e : s[k].exponent + e;
-    }
+    for (int64_t k = 0; k < n_segs; ++k) s[k].exponent = codecs[s[k].family]->sum_exponent(s[k], exponent_of(k), keep);
     return 0;
-}
-
-// Whether float32 holds every value of a segment's codes in true units.
-static bool is_float_exact(const ApsSegment& s, ApsFormat f) {
-    if (s.flags & APS_RAW || s.exponent == APS_EXP_ZERO || s.exponent == APS_EXP_NONFINITE) return false;
-    return aps_decode_plan(f, s.exponent, 1.0f, APS_F32, 1, APS_SUM_FLOAT).fast;
 }
 
 int64_t aps_residual_segments(ApsSegment* s, int64_t n_segs, const uint8_t* message, int64_t length) {
     int64_t bad = check(s, n_segs, true, length);
     if (bad) return bad;
-    const CpuKernels& kernel = active();
+    const CpuCodec* const* codecs = active();
     for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end, int) {
-        ApsFormat f = aps_segment_format(s[k]);
-        void* data = (void*)s[k].data;
-        if (s[k].dtype == APS_F32 && is_float_exact(s[k], f)) {  // error feedback keeps float32: the same bits, faster
-            enum { CHUNK = 1024 };
-            float decoded[CHUNK], *x = (float*)data;
-            ApsSegment own = s[k];
-            own.factor = 1.0f;
-            for (int64_t i = begin; i < end; i += CHUNK) {
-                int64_t n = end - i < CHUNK ? end - i : CHUNK;
-                own.data = (uint64_t)decoded - 4 * (uint64_t)i;
-                kernel.decode(own, &message, 1, APS_SUM_FLOAT, i, i + n);
-                for (int64_t j = 0; j < n; ++j) x[i + j] = (float)((double)x[i + j] - (double)decoded[j] + 0.0);  // no -0
-            }
-            return;
-        }
-        for (int64_t i = begin; i < end; ++i) {
-            uint32_t code = aps_get(message + s[k].offset, i, f.width);
-            aps_store(data, s[k].dtype, i, aps_residual(aps_load(data, s[k].dtype, i), code, s[k], f));
-        }
+        codecs[s[k].family]->residual(s[k], message, begin, end);
     });
     return 0;
 }
@@ -350,7 +339,9 @@ int64_t aps_add_segments(ApsSegment* s, int64_t n_segs, const uint64_t* targets)
             for (int64_t i = begin; i < end; ++i) kept[i] = (float)((double)kept[i] + (double)x[i]);
             return;
         }
-        for (int64_t i = begin; i < end; ++i) kept[i] = aps_add_error(kept[i], aps_load((const void*)s[k].data, s[k].dtype, i), s[k].dtype);
+        for (int64_t i = begin; i < end; ++i) {
+            kept[i] = aps_add_error(kept[i], aps_load((const void*)s[k].data, s[k].dtype, i), s[k].dtype);
+        }
     });
     return 0;
 }
@@ -359,14 +350,14 @@ int64_t aps_measure_segments(ApsSegment* s, int64_t n_segs, const uint8_t* messa
     int64_t bad = check(s, n_segs, true, length);
     if (bad) return bad;
     FloatEnvironment environment;
+    const CpuCodec* const* codecs = active();
     for (int64_t k = 0; k < n_segs; ++k) {
-        ApsFormat f = aps_segment_format(s[k]);
         double* total = out + 4 * k;
         total[0] = total[1] = total[2] = total[3] = 0.0;
         for (int64_t i = 0; i < s[k].n; i += APS_MEASURE_CHUNK) {
             int64_t end = i + APS_MEASURE_CHUNK < s[k].n ? i + APS_MEASURE_CHUNK : s[k].n;
             double part[4];
-            aps_measure_chunk(s[k], f, message + s[k].offset, i, end, part);
+            codecs[s[k].family]->measure(s[k], message, i, end, part);
             for (int c = 0; c < 3; ++c) total[c] += part[c];
             if (part[3] > total[3] || part[3] != part[3]) total[3] = part[3];
         }
@@ -386,7 +377,9 @@ static ApsSegment array_segment(int64_t n, int e, int m, int specials, int dtype
     return s;
 }
 static uint32_t get_code(const void* codes, int width, int64_t i) {
-    return width <= 8 ? ((const uint8_t*)codes)[i] : width <= 16 ? ((const uint16_t*)codes)[i] : ((const uint32_t*)codes)[i];
+    return width <= 8    ? ((const uint8_t*)codes)[i]
+           : width <= 16 ? ((const uint16_t*)codes)[i]
+                         : ((const uint32_t*)codes)[i];
 }
 static void set_code(void* codes, int width, int64_t i, uint32_t code) {
     if (width <= 8) ((uint8_t*)codes)[i] = (uint8_t)code;
@@ -399,18 +392,18 @@ static int64_t array_check(int64_t n, int e, int m, int dtype) {
     return n < 0 ? BAD_COUNT : 0;
 }
 
-int64_t aps_encode_array(const void* x, void* codes, int64_t n, int dtype, int e, int m, int specials, int saturate,
-                         int stochastic, uint64_t seed) {
+int64_t aps_encode_array(const void* x, void* codes, int64_t n, int dtype, int e, int m, int specials, int stochastic,
+                         uint64_t seed) {
     int64_t bad = array_check(n, e, m, dtype);
     if (bad) return bad;
     ApsSegment s = array_segment(n, e, m, specials, dtype);
     ApsFormat f = aps_format(e, m, specials != 0);
     ApsKey key = aps_key(seed, 0);
-    int overflow = saturate ? APS_OVERFLOW_SATURATE : APS_OVERFLOW_IEEE, mode = stochastic ? APS_STOCHASTIC : APS_NEAREST;
+    int mode = stochastic ? APS_STOCHASTIC : APS_NEAREST;
     for_ranges(&s, 1, [&](int64_t, int64_t begin, int64_t end, int) {
         for (int64_t i = begin; i < end; ++i) {
             uint32_t rnd = stochastic ? aps_random31(key, (uint64_t)i) : 0u;
-            set_code(codes, f.width, i, aps_encode(aps_load(x, dtype, i), dtype, 0, f, overflow, mode, rnd));
+            set_code(codes, f.width, i, aps_encode(aps_load(x, dtype, i), dtype, 0, f, APS_OVERFLOW_IEEE, mode, rnd));
         }
     });
     return 0;
@@ -422,26 +415,34 @@ int64_t aps_decode_array(const void* codes, void* out, int64_t n, int dtype, int
     ApsSegment s = array_segment(n, e, m, specials, dtype);
     ApsFormat f = aps_format(e, m, specials != 0);
     for_ranges(&s, 1, [&](int64_t, int64_t begin, int64_t end, int) {
-        for (int64_t i = begin; i < end; ++i) aps_store(out, dtype, i, aps_decode_bits(get_code(codes, f.width, i), f, 0, dtype));
+        for (int64_t i = begin; i < end; ++i)
+            aps_store(out, dtype, i, aps_decode_bits(get_code(codes, f.width, i), f, 0, dtype));
     });
     return 0;
 }
 
-int64_t aps_quantize_array(const void* x, void* out, int64_t n, int dtype, int e, int m, int specials, int saturate,
-                           int stochastic, uint64_t seed) {
+int64_t aps_quantize_array(const void* x, void* out, int64_t n, int dtype, int e, int m, int specials, int stochastic,
+                           uint64_t seed) {
     int64_t bad = array_check(n, e, m, dtype);
     if (bad) return bad;
     ApsSegment s = array_segment(n, e, m, specials, dtype);
     ApsFormat f = aps_format(e, m, specials != 0);
     ApsKey key = aps_key(seed, 0);
-    int overflow = saturate ? APS_OVERFLOW_SATURATE : APS_OVERFLOW_IEEE, mode = stochastic ? APS_STOCHASTIC : APS_NEAREST;
+    int mode = stochastic ? APS_STOCHASTIC : APS_NEAREST;
     for_ranges(&s, 1, [&](int64_t, int64_t begin, int64_t end, int) {
         for (int64_t i = begin; i < end; ++i) {
             uint32_t rnd = stochastic ? aps_random31(key, (uint64_t)i) : 0u;
-            uint32_t code = aps_encode(aps_load(x, dtype, i), dtype, 0, f, overflow, mode, rnd);
+            uint32_t code = aps_encode(aps_load(x, dtype, i), dtype, 0, f, APS_OVERFLOW_IEEE, mode, rnd);
             aps_store(out, dtype, i, aps_decode_bits(code, f, 0, dtype));
         }
     });
+    return 0;
+}
+
+// The random bits that stochastic rounding gives the elements from `first` on of the layer uid, for codecs in Python.
+int64_t aps_random_array(uint32_t* out, int64_t n, uint64_t seed, uint32_t uid, int64_t first) {
+    const ApsKey key = aps_key(seed, uid);
+    for (int64_t i = 0; i < n; ++i) out[i] = aps_random31(key, (uint64_t)(first + i));
     return 0;
 }
 

@@ -1,4 +1,5 @@
-// One-element arithmetic of the packed formats, shared by the CPU library and the CUDA kernels.
+// One-element arithmetic of packed floats, shared by the CPU library, the CUDA kernels and the simulator; it knows
+// nothing of segments and families of formats, which are in aps_codecs.h.
 //
 // Flow: the scan reduces |x| to its largest bit pattern, aps_exponent() turns that into the layer's exponent E,
 // encode rounds x * 2^(emax - E) to a code, decode turns codes into float32 values in the accumulation domain
@@ -21,29 +22,17 @@ typedef long long int64_t;
 #endif
 
 #ifdef __CUDACC__
-#define APS_FN static __host__ __device__ __forceinline__
+#define APS_METHOD __host__ __device__ __forceinline__
 #else
-#define APS_FN static inline __attribute__((always_inline))
+#define APS_METHOD inline __attribute__((always_inline))
 #endif
+#define APS_FN static APS_METHOD
 
 enum { APS_EXP_ZERO = -32768, APS_EXP_NONFINITE = 32767 };
-enum { APS_SPECIALS = 1, APS_RAW = 2 };
 enum { APS_F32 = 0, APS_F64 = 1, APS_F16 = 2, APS_BF16 = 3 };
 enum { APS_NEAREST = 0, APS_STOCHASTIC = 1, APS_UP = 2 };
 enum { APS_SUM_FLOAT = 0, APS_SUM_FORMAT = 1, APS_SUM_KAHAN = 2 };
 enum { APS_ACC_EXP = 100 };  // binade of the format's top value in the accumulation domain
-
-struct ApsSegment {
-    uint64_t data;      // address of the first element
-    int64_t n;          // elements
-    int64_t offset;     // first byte in the message
-    int32_t exponent;   // E shared by all ranks, or APS_EXP_ZERO / APS_EXP_NONFINITE
-    float factor;       // decode multiplies by it
-    uint8_t exp_bits, man_bits, flags, dtype;
-    uint32_t uid;       // random stream of the layer
-    uint32_t pad;
-    int64_t first;      // index of the first element within its layer
-};
 
 struct ApsFormat {
     int exp_bits, man_bits, specials, width, emin, emax;
@@ -253,11 +242,11 @@ APS_FN int aps_exponent(uint64_t abs_bits, int dtype, ApsFormat f, int mode) {
 }
 
 // ---------------------------------------------------------------------------------------------- encode
-enum { APS_OVERFLOW_IEEE = 0, APS_OVERFLOW_SATURATE = 1, APS_OVERFLOW_WIRE = 2 };
+enum { APS_OVERFLOW_IEEE = 0, APS_OVERFLOW_WIRE = 1 };
 
-// Code of x * 2^shift. IEEE: overflow and Inf give Inf if the format has it; SATURATE: the largest finite number; NaN
-// stays NaN if the format has one; else it becomes Inf, or without specials zero of the opposite sign as in ml_dtypes.
-// WIRE: NaN saturates too.
+// Code of x * 2^shift. IEEE: overflow and Inf give Inf if the format has it, else the largest finite number; NaN stays
+// NaN if the format has one, else it becomes Inf, or without specials zero of the opposite sign as in ml_dtypes.
+// WIRE: everything that is too large saturates, NaN too.
 APS_FN uint32_t aps_encode(uint64_t bits, int dtype, int shift, ApsFormat f, int overflow, int mode, uint32_t rnd) {
     ApsParts p = aps_split_dtype(bits, dtype);
     uint32_t high = overflow == APS_OVERFLOW_IEEE && f.specials ? f.inf_code : f.max_code;
@@ -300,7 +289,8 @@ APS_FN ApsEncodePlan aps_encode_plan(ApsFormat f, int exponent, int mode) {
 }
 // Adding a power of two whose last place is the format's spacing at y rounds y to nearest even; the bits above that
 // power of two are then the significand, subnormals included.
-APS_FN uint32_t aps_encode_fast(uint32_t bits, float scale, float limit, uint32_t emin_bits, int man_bits, int mag_bits) {
+APS_FN uint32_t aps_encode_fast(uint32_t bits, float scale, float limit, uint32_t emin_bits, int man_bits,
+                                int mag_bits) {
     float y = aps_float(bits & 0x7fffffffu) * scale;
     y = y < limit ? y : limit;
     uint32_t field = aps_bits(y) & 0x7f800000u;
@@ -324,7 +314,6 @@ APS_FN uint32_t aps_encode_fast_stochastic(uint32_t bits, float scale, float lim
     uint32_t mag = ((field > least ? field - least : 0u) << man_bits) + k;
     return mag | ((bits >> 31) << mag_bits);
 }
-APS_FN uint32_t aps_float32_code(uint64_t bits, int dtype) { return (uint32_t)aps_convert(bits, dtype, APS_F32); }
 
 // ---------------------------------------------------------------------------------------------- decode
 // Value of a code times 2^(top_exp - emax) in float32; every nonzero result must be a normal float32.
@@ -446,48 +435,14 @@ APS_FN void aps_put8(uint8_t* p, const uint32_t* codes, int count, int width) {
 }
 
 // ---------------------------------------------------------------------------------------------- error feedback
-// Decoded own value of a code in true units, as double bits.
-APS_FN uint64_t aps_own_value(uint32_t code, const ApsSegment& s, ApsFormat f) {
-    if (s.flags & APS_RAW) return aps_convert(code, APS_F32, APS_F64);
-    if (s.exponent == APS_EXP_ZERO) return 0;
-    if (s.exponent == APS_EXP_NONFINITE) return aps_special(0, APS_KIND_NAN, APS_F64);
-    ApsFormat finite = f;
-    finite.specials = 0;
-    return aps_decode_bits(code, finite, s.exponent - f.emax, APS_F64);
-}
-// x - decoded, rounded once to dtype; 0 where the layer was not finite, so that no NaN outlives the step.
-APS_FN uint64_t aps_residual(uint64_t bits, uint32_t code, const ApsSegment& s, ApsFormat f) {
-    if (!(s.flags & APS_RAW) && s.exponent == APS_EXP_NONFINITE) return 0;
-    double d = aps_to_double(bits, s.dtype) - aps_double(aps_own_value(code, s, f));
-    return aps_convert(aps_bits64(d), APS_F64, s.dtype);
+// x - d, rounded once to x's dtype; d: bits of a double.
+APS_FN uint64_t aps_difference(uint64_t bits, uint64_t d, int dtype) {
+    return aps_convert(aps_bits64(aps_to_double(bits, dtype) - aps_double(d)), APS_F64, dtype);
 }
 // Gradient plus carried-over error, in float32.
 APS_FN float aps_add_error(float kept, uint64_t bits, int dtype) {
     uint64_t sum = aps_bits64(aps_to_double(aps_bits(kept), APS_F32) + aps_to_double(bits, dtype));
     return aps_float((uint32_t)aps_convert(sum, APS_F64, APS_F32));
-}
-enum { APS_MEASURE_CHUNK = 256 };  // partial sums of this many elements are added in order: same bits everywhere
-APS_FN void aps_measure_chunk(const ApsSegment& s, ApsFormat f, const uint8_t* base, int64_t begin, int64_t end,
-                              double* out) {
-    double lost = 0.0, error = 0.0, square = 0.0, largest = 0.0;
-    for (int64_t i = begin; i < end; ++i) {
-        double x = aps_to_double(aps_load((const void*)s.data, s.dtype, i), s.dtype);
-        double d = aps_double(aps_own_value(aps_get(base, i, f.width), s, f));
-        double magnitude = x < 0 ? -x : x;
-        if (x != 0.0 && d == 0.0) lost += 1.0;
-        error += (x - d) * (x - d);
-        square += x * x;
-        if (magnitude > largest || magnitude != magnitude) largest = magnitude;  // NaN stays
-    }
-    out[0] = lost;
-    out[1] = error;
-    out[2] = square;
-    out[3] = largest;
-}
-
-APS_FN ApsFormat aps_segment_format(const ApsSegment& s) {
-    if (s.flags & APS_RAW) return aps_format(8, 23, 1);
-    return aps_format(s.exp_bits, s.man_bits, s.flags & APS_SPECIALS);
 }
 
 #endif

@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
 from horovod_aps import __version__
+from horovod_aps.formats import FLOAT32
+from horovod_aps.kernels import DTYPE_NAMES
 from horovod_aps.layout import LayerSpec
-from horovod_aps.options import FLOAT32, Options, WireFormat
+from horovod_aps.options import Options
 
-DTYPE_NAMES = ("float32", "float64", "float16", "bfloat16")
 LAYER_KEYS = {"shape", "dtype", "format", "specials"}
 MAX_NAMED = 4  # tensors in one message
 MAX_PROPOSAL = 1 << 28  # bytes; half a million layers need less
@@ -35,12 +36,6 @@ class _LayerLike(Protocol):
     def shown(self) -> str: ...
 
 
-def top_exponent(fmt: WireFormat) -> int:
-    """Exponent of the largest finite value of a format."""
-    bias = 2 ** (fmt.exp_bits - 1) - 1
-    return max(1, 2**fmt.exp_bits - (2 if fmt.specials else 1)) - bias
-
-
 def spec_of(layer: _LayerLike, options: Options, warm: bool) -> LayerSpec:
     """What ranks compare about a layer; during warm-up all layers travel as float32."""
     fmt = FLOAT32 if warm else options.format_for(layer.shown, math.prod(layer.shape))
@@ -48,7 +43,7 @@ def spec_of(layer: _LayerLike, options: Options, warm: bool) -> LayerSpec:
 
 
 def _plain(spec: LayerSpec) -> dict[str, Any]:
-    return {"shape": list(spec.shape), "dtype": DTYPE_NAMES[spec.dtype], "format": str(spec.format),
+    return {"shape": list(spec.shape), "dtype": DTYPE_NAMES[spec.dtype], "format": spec.format.name,
             "specials": spec.format.specials}
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from horovod_aps.kernels import SPECIALS
-from horovod_aps.layout import packed_bytes
-from horovod_aps.options import Options, WireFormat, as_wire_format
+from horovod_aps.formats import Format, Raw32
+from horovod_aps.kernels import Kernels, Table
+from horovod_aps.options import Options, as_format
 
 
 class AutoChooser:
@@ -24,26 +24,24 @@ class AutoChooser:
 
     def __init__(self, options: Options) -> None:
         self._bound, self._min_elements = options.auto_error, options.min_elements
-        formats = [(as_wire_format(value, options.specials, "auto_candidates"), value)
-                   for value in options.auto_candidates]
-        self._candidates: list[tuple[WireFormat, Any]] = sorted(formats, key=lambda pair: pair[0].bits)
-        self._first = next((i for i, (fmt, _) in enumerate(self._candidates) if not fmt.raw), None)
+        formats = [(as_format(value, options.specials, "auto_candidates"), value) for value in options.auto_candidates]
+        self._candidates: list[tuple[Format, Any]] = sorted(formats, key=lambda pair: pair[0].bits)
+        self._first = next((i for i, (fmt, _) in enumerate(self._candidates) if not isinstance(fmt, Raw32)), None)
         self._errors: dict[str, np.ndarray] = {}
         self._norms: dict[str, float] = {}
 
-    def observe(self, kernels: Any, names: Sequence[str], table: np.ndarray, layer_of_segment: np.ndarray) -> None:
+    def observe(self, kernels: Kernels, names: Sequence[str], table: Table, layer_of_segment: np.ndarray) -> None:
         """Round the values that `table` points at to every candidate and add up the squared errors."""
         sizes = np.bincount(layer_of_segment, table["n"], len(names))
         measured = [(i, name) for i, name in enumerate(names) if sizes[i] >= self._min_elements]
         for _, name in measured:
             self._errors.setdefault(name, np.zeros(len(self._candidates)))
         for position, (fmt, _) in enumerate(self._candidates):
-            if fmt.raw:
+            if isinstance(fmt, Raw32):
                 continue
             trial = table.copy()
-            trial["exp_bits"], trial["man_bits"] = fmt.exp_bits, fmt.man_bits
-            trial["flags"] = SPECIALS if fmt.specials else 0
-            lengths = [packed_bytes(int(n), fmt.bits) for n in trial["n"]]
+            fmt.describe(trial)
+            lengths = [fmt.bytes_for(int(n)) for n in trial["n"]]
             trial["offset"] = np.concatenate([[0], np.cumsum(lengths)[:-1]]) if lengths else []
             message = kernels.alloc(sum(lengths))
             kernels.scan(trial)
@@ -81,7 +79,7 @@ class AutoChooser:
             if not norm and self._first is not None:
                 continue
             limit = self._bound**2 * norm / (2 if n_ranks > 2 else 1)
-            good = [i for i, (fmt, _) in enumerate(self._candidates) if fmt.raw or errors[i] <= limit]
+            good = [i for i, (fmt, _) in enumerate(self._candidates) if isinstance(fmt, Raw32) or errors[i] <= limit]
             choice[name] = good[0] if good else len(self._candidates) - 1
         return json.dumps(choice).encode()
 
@@ -99,10 +97,13 @@ class AutoChooser:
             choice = json.loads(raw)
         except (ValueError, RecursionError):
             choice = None
-        if not isinstance(choice, dict) or not all(type(index) is int and 0 <= index < len(self._candidates)
-                                                   for index in choice.values()):
-            raise ValueError(f"APSCompressor: the formats that rank {rank} proposes are truncated or not of "
-                             f"horovod_aps ({len(raw)} bytes); check that all ranks run the same program")
+        if not isinstance(choice, dict) or not all(
+            type(index) is int and 0 <= index < len(self._candidates) for index in choice.values()
+        ):
+            raise ValueError(
+                f"APSCompressor: the formats that rank {rank} proposes are truncated or not of "
+                f"horovod_aps ({len(raw)} bytes); check that all ranks run the same program"
+            )
         return choice
 
 

@@ -14,14 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from horovod_aps import __version__
-from horovod_aps.agreement import digest_words, top_exponent
-from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO, FLOAT16, FLOAT32, SEGMENT, SPECIALS
-from horovod_aps.layout import packed_bytes
+from horovod_aps.agreement import digest_words
+from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO, FLOAT16, FLOAT32, SEGMENT, Kernels, Table
 from horovod_aps.options import Options
 
 WORD_OFFSET = 1 << 14  # exponent words are positive; 0 is a layer of zeros, or a rank that has joined
@@ -47,24 +45,25 @@ def carrier_place(options: Options, size: int, over_gloo: bool) -> Place:
     """
     room = int(np.ceil(np.log2(size)))
     fmt = options.default_format
-    below = top_exponent(fmt) - 2 + 2 ** (fmt.exp_bits - 1) + fmt.man_bits  # from the top to the least subnormal
+    below = fmt.top_exponent - 2 + 2 ** (fmt.exp_bits - 1) + fmt.man_bits  # from the top to the least subnormal
     if FLOAT16_TOP - room - below < FLOAT16_BOTTOM:
-        raise ValueError(f'APSCompressor: transport="allreduce" cannot carry e={options.e}, m={options.m} for {size} '
-                         f'ranks in float16; use fewer exponent bits, or transport="packed"')
+        raise ValueError(
+            f'APSCompressor: transport="allreduce" cannot carry e={options.e}, m={options.m} for {size} '
+            f'ranks in float16; use fewer exponent bits, or transport="packed"'
+        )
     if BELOW_ONE - room - below >= FLOAT16_BOTTOM:
         return Place(FLOAT16, BELOW_ONE - room)
     return Place(FLOAT32, BELOW_ONE - room) if over_gloo else Place(FLOAT16, FLOAT16_TOP - room)
 
 
-def _segment(data: int, n: int, dtype: int, options: Options) -> np.ndarray:
+def _segment(data: int, n: int, dtype: int, options: Options) -> Table:
     segment = np.zeros(1, SEGMENT)
     segment["data"], segment["n"], segment["dtype"], segment["factor"] = data, n, dtype, 1.0
-    segment["exp_bits"], segment["man_bits"] = options.e, options.m
-    segment["flags"] = SPECIALS if options.specials else 0
+    options.default_format.describe(segment)
     return segment
 
 
-def exponent_word(kernels: Any, data: int, n: int, dtype: int, options: Options) -> int:
+def exponent_word(kernels: Kernels, data: int, n: int, dtype: int, options: Options) -> int:
     """This rank's contribution to the MAX all-reduce of a layer's exponent."""
     segment = _segment(data, n, dtype, options)
     kernels.scan(segment, stochastic=options.rounding == "stochastic")
@@ -83,24 +82,37 @@ def option_words(options: Options, factors: Sequence[float]) -> list[int]:
 def check_option_words(shared: Sequence[int], options: Options) -> None:
     """Raise ValueError, on all ranks, if the MAX of all ranks' option words is that of different options."""
     if sum(shared) != 1 + DIGEST_TOP:
-        raise ValueError(f"APSCompressor: another rank has other options, op, scale factors or version than this one "
-                         f"(e={options.e}, m={options.m}, horovod_aps {__version__}); all ranks must use the same")
+        raise ValueError(
+            f"APSCompressor: another rank has other options, op, scale factors or version than this one "
+            f"(e={options.e}, m={options.m}, horovod_aps {__version__}); all ranks must use the same"
+        )
 
 
 def check_transports(n_packed: int, n_present: int) -> None:
     """Raise ValueError, on all ranks, if they do not all have the same `transport`: they would wait for each other."""
     if 0 < n_packed < n_present:
-        raise ValueError(f'APSCompressor: option transport is "packed" on {n_packed} ranks and "allreduce" on '
-                         f"{n_present - n_packed}; all ranks must use the same options")
+        raise ValueError(
+            f'APSCompressor: option transport is "packed" on {n_packed} ranks and "allreduce" on '
+            f"{n_present - n_packed}; all ranks must use the same options"
+        )
 
 
-def fill_carrier(kernels: Any, data: int, n: int, dtype: int, carrier: int, word: int, place: Place, options: Options,
-                 seed: int | None) -> None:
+def fill_carrier(
+    kernels: Kernels,
+    data: int,
+    n: int,
+    dtype: int,
+    carrier: int,
+    word: int,
+    place: Place,
+    options: Options,
+    seed: int | None,
+) -> None:
     """Round the layer at `data` and write it to the array at `carrier`, as `place` says."""
     segment = _segment(data, n, dtype, options)
     usual = 0 < word < WORD_NONFINITE
     segment["exponent"] = word - WORD_OFFSET if usual else EXP_ZERO
-    message = kernels.alloc(packed_bytes(n, options.default_format.bits))
+    message = kernels.alloc(options.default_format.bytes_for(n))
     kernels.encode(segment, message, seed)
     segment["data"], segment["dtype"] = carrier, place.dtype
     segment["exponent"] = place.top if usual else EXP_ZERO

@@ -140,7 +140,7 @@ def check_gpu() -> Iterator[Finding]:
     elif cupy is None:
         yield Finding(RED, "gpu", f"{devices} GPU(s), but no CuPy", "pip install cupy-cuda12x")
     else:
-        from horovod_aps.cuda_kernels import CudaKernels
+        from horovod_aps.kernels.cuda import CudaKernels
 
         CudaKernels()._module()
         yield Finding(GREEN, "gpu", f"{devices} GPU(s), CuPy {cupy}, kernels compiled")

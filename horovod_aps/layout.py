@@ -13,16 +13,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from horovod_aps.kernels import RAW, SEGMENT, SPECIALS
-from horovod_aps.options import WireFormat
+from horovod_aps.formats import Format
+from horovod_aps.kernels import SEGMENT
 
 MAX_LAYERS = 256  # layers per bucket: what one fixed-size exponent message has room for
-UNIT = 8  # elements; segments start at multiples of it, which is a whole number of bytes at any width
 PIECE = 1 << 20  # elements of a part of a bucket that two ranks swap while the next one is encoded
 FIRST = 1 << 18  # elements of the first of several buckets
 WORD = 4  # bytes; such parts start and end at multiples of it, which some transports need
 EXPONENT_BYTES = 2  # per segment, behind the packed sums of a shard
-ITEM_SIZES = (4, 8, 2, 2)  # bytes per element, by dtype code
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class LayerSpec:
     shape: tuple[int, ...]
     dtype: int
     factor: float
-    format: WireFormat
+    format: Format
     label: str = field(default="", compare=False)
     """What people call it; ranks need not agree on that."""
 
@@ -89,11 +87,6 @@ def part_of(table: np.ndarray, rows: slice, start: int) -> np.ndarray:
     return part
 
 
-def packed_bytes(n_elements: int, bits: int) -> int:
-    """Bytes that `n_elements` codes of `bits` bits take, tail included."""
-    return (n_elements * bits + 7) // 8
-
-
 def split_into_buckets(specs: Sequence[LayerSpec], bucket_mb: float) -> list[list[int]]:
     """Cut the layers, in the given order, into runs of about `bucket_mb` MB of fp32 gradient.
 
@@ -117,45 +110,58 @@ def split_into_buckets(specs: Sequence[LayerSpec], bucket_mb: float) -> list[lis
 
 def lay_out_bucket(specs: Sequence[LayerSpec], layers: Sequence[int], n_shards: int) -> BucketLayout:
     """Cut the bucket's layers into `n_shards` shards of nearly equal packed size."""
-    totals = [packed_bytes(specs[layer].n_elements, specs[layer].format.bits) for layer in layers]
+    totals = [specs[layer].format.bytes_for(specs[layer].n_elements) for layer in layers]
     bounds = [sum(totals) * (shard + 1) // n_shards for shard in range(n_shards)]
     rows: list[tuple[int, int, int, int, int]] = []  # shard, layer position, first element, n, offset
     shard_bytes, shard, offset = [0], 0, 0
     for position, layer in enumerate(layers):
-        n, bits = specs[layer].n_elements, specs[layer].format.bits
+        n, fmt = specs[layer].n_elements, specs[layer].format
+        unit_bytes = fmt.bytes_for(fmt.unit)
         first = 0
         while first < n:
             room = max(0, bounds[shard] - offset)
             take = n - first
             if shard < n_shards - 1:
-                take = min(take, -(-room // bits) * UNIT)  # `bits` bytes hold UNIT elements
+                take = min(take, -(-room // unit_bytes) * fmt.unit)
             elif n_shards == 1:
-                take = min(take, PIECE)
+                take = min(take, max(PIECE // fmt.unit, 1) * fmt.unit)
             if take == 0:
                 shard += 1
                 shard_bytes.append(offset)
                 continue
             rows.append((shard, position, first, take, offset))
-            offset += packed_bytes(take, bits)
+            offset += fmt.bytes_for(take)
             offset += -offset % WORD if n_shards == 1 else 0
             first += take
     while len(shard_bytes) <= n_shards:
         shard_bytes.append(offset)
 
+    shard_of, layer_of_segment, first_of, n_of, offset_of = np.array(rows, np.int64).reshape(-1, 5).T
     segments = np.zeros(len(rows), SEGMENT)
-    for row, (_, position, first, n, start) in enumerate(rows):
-        spec = specs[layers[position]]
-        flags = (SPECIALS if spec.format.specials else 0) | (RAW if spec.format.raw else 0)
-        segment = segments[row]
-        segment["n"], segment["offset"], segment["first"], segment["factor"] = n, start, first, spec.factor
-        segment["exp_bits"], segment["man_bits"] = spec.format.exp_bits, spec.format.man_bits
-        segment["flags"], segment["dtype"], segment["uid"] = flags, spec.dtype, layers[position]
-    shard_of = np.array([row[0] for row in rows], np.int64)
+    segments["n"], segments["offset"], segments["first"] = n_of, offset_of, first_of
+    for column, values in (
+        ("factor", [specs[layer].factor for layer in layers]),
+        ("dtype", [specs[layer].dtype for layer in layers]),
+        ("uid", layers),
+    ):
+        segments[column] = np.array(values)[layer_of_segment]
+    formats = [specs[layers[position]].format for position in layer_of_segment]
+    for fmt in set(formats):
+        mine = np.array([other == fmt for other in formats])
+        part = segments[mine]
+        fmt.describe(part)
+        segments[mine] = part
     shard_segments = np.searchsorted(shard_of, np.arange(n_shards + 1), side="left")
     exponents = EXPONENT_BYTES * np.diff(shard_segments)
     gather = np.concatenate([[0], np.cumsum(np.diff(shard_bytes) + exponents)])
-    return BucketLayout(tuple(layers), segments, np.array([row[1] for row in rows], np.int64), shard_segments,
-                        np.array(shard_bytes, np.int64), gather.astype(np.int64))
+    return BucketLayout(
+        tuple(layers),
+        segments,
+        np.ascontiguousarray(layer_of_segment),
+        shard_segments,
+        np.array(shard_bytes, np.int64),
+        gather.astype(np.int64),
+    )
 
 
 def plan_buckets(specs: Sequence[LayerSpec], n_ranks: int, bucket_mb: float) -> list[BucketLayout]:

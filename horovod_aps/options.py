@@ -1,11 +1,12 @@
 """What the user asks for: the options of a compressor, checked once, and the format each layer gets.
 
 First stop of the flow gradient -> scale -> pack -> exchange -> reduce -> unpack: frontends build an `Options`,
-the layout asks it for every layer's `WireFormat`, and all ranks compare its `fingerprint()`.
+the layout asks it for every layer's `Format`, and all ranks compare its `fingerprint()`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import json
@@ -13,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from horovod_aps.formats import FloatFormat
+from horovod_aps.formats import FLOAT32, FloatFormat, Format, parse
 
 ROUNDINGS = ("nearest", "stochastic")
 ACCUMULATIONS = ("float32", "format", "kahan")
@@ -21,37 +22,19 @@ TRANSPORTS = ("packed", "allreduce")
 AUTO_CANDIDATES = ((3, 0), (3, 2), (4, 3), (5, 2), (5, 10), "float32")
 
 
-@dataclass(frozen=True)
-class WireFormat:
-    """How one layer travels: an (e, m) format, or `raw` float32 bits that are neither scaled nor rounded."""
-
-    exp_bits: int
-    man_bits: int
-    specials: bool = True
-    raw: bool = False
-
-    @property
-    def bits(self) -> int:
-        """Bits per element on the wire."""
-        return 1 + self.exp_bits + self.man_bits
-
-    def __str__(self) -> str:
-        return "float32" if self.raw else f"e{self.exp_bits}m{self.man_bits}"
-
-
-FLOAT32 = WireFormat(8, 23, specials=True, raw=True)
-
-
-def as_wire_format(value: Any, specials: bool, where: str) -> WireFormat:
-    """The wire format that `value`, an (e, m) pair, a `FloatFormat` or "float32", stands for."""
-    if value == "float32":
-        return FLOAT32
-    if isinstance(value, FloatFormat):
-        return WireFormat(value.exp_bits, value.man_bits, value.specials)
-    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2:
-        checked = _check_format(value[0], value[1], specials, f"{where}:")
-        return WireFormat(checked.exp_bits, checked.man_bits, specials)
+def as_format(value: Any, specials: bool, where: str) -> Format:
+    """The format that `value` stands for: an (e, m) pair, a `Format`, or its text, such as "float32"."""
+    if isinstance(value, Format):
+        return value
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return parse(value)
+    elif isinstance(value, Sequence) and len(value) == 2:
+        return _check_format(value[0], value[1], specials, f"{where}:")
     raise ValueError(f'{where} must be an (e, m) pair or "float32", got {value!r}')
+
+
+_float_format = functools.lru_cache(maxsize=256)(FloatFormat)  # every layer of every step asks
 
 
 def _check_format(e: Any, m: Any, specials: Any, where: str) -> FloatFormat:
@@ -120,13 +103,13 @@ class Options:
             if self.overrides != "auto":
                 raise ValueError(f'APSCompressor: overrides must be a dict or "auto", got {self.overrides!r}')
         elif not isinstance(self.overrides, Mapping):
-            raise TypeError(
-                f'APSCompressor: overrides must be a dict or "auto", got {type(self.overrides).__name__}')
+            raise TypeError(f'APSCompressor: overrides must be a dict or "auto", got {type(self.overrides).__name__}')
         else:
             for pattern, value in self.overrides.items():
                 if not isinstance(pattern, str):
                     raise TypeError(f"APSCompressor: overrides keys must be name patterns, got {pattern!r}")
-                as_wire_format(value, self.specials, f"APSCompressor: overrides[{pattern!r}]")
+                where = f"APSCompressor: overrides[{pattern!r}]"
+                self._check_sums(as_format(value, self.specials, where), where)
         object.__setattr__(self, "auto_candidates", tuple(map(self._check_candidate, self.auto_candidates)))
         if self.overrides == "auto" and not self.auto_candidates:
             raise ValueError('APSCompressor: overrides="auto" needs at least one of auto_candidates, got none')
@@ -134,36 +117,53 @@ class Options:
             self._check_carrier()
 
     def _check_candidate(self, value: Any) -> Any:
-        """A candidate as an (e, m) pair or "float32", so that the choice can be sent, saved and pasted."""
-        fmt = as_wire_format(value, self.specials, "APSCompressor: auto_candidates entry")
-        if fmt.specials != self.specials and not fmt.raw:
-            raise ValueError(f"APSCompressor: auto_candidates entry {value!r} must have specials={self.specials} like "
-                             f"the compressor")
-        return "float32" if fmt.raw else (fmt.exp_bits, fmt.man_bits)
+        """A candidate as an (e, m) pair or the text of a format, so that the choice can be sent, saved and pasted."""
+        where = "APSCompressor: auto_candidates entry"
+        fmt = as_format(value, self.specials, where)
+        self._check_sums(fmt, where)
+        if not isinstance(fmt, FloatFormat):
+            return str(fmt)
+        if fmt.specials != self.specials:
+            raise ValueError(
+                f"APSCompressor: auto_candidates entry {value!r} must have specials={self.specials} like the compressor"
+            )
+        return fmt.exp_bits, fmt.man_bits
+
+    def _check_sums(self, fmt: Format, where: str) -> None:
+        if self.accumulate != "float32" and not fmt.rounds_sums:
+            raise ValueError(f"{where} is {fmt}, for which accumulate must be 'float32', got {self.accumulate!r}")
 
     def _check_carrier(self) -> None:
         """float16 carries the rounded values of transport="allreduce"; they must be exact in it."""
         if self.e > 5 or self.m > 10:
             raise ValueError(
                 f'APSCompressor: transport="allreduce" carries values in float16, so e must be in 1..5 and m in '
-                f"0..10, got e={self.e}, m={self.m}")
-        for name, default in (("accumulate", "float32"), ("error_feedback", False), ("overrides", {}),
-                              ("warmup_steps", 0), ("stats", False)):
+                f"0..10, got e={self.e}, m={self.m}"
+            )
+        for name, default in (
+            ("accumulate", "float32"),
+            ("error_feedback", False),
+            ("overrides", {}),
+            ("warmup_steps", 0),
+            ("stats", False),
+        ):
             if getattr(self, name) != default:
-                raise ValueError(f'APSCompressor: transport="allreduce" does not support {name}='
-                                 f'{getattr(self, name)!r}; use transport="packed"')
+                raise ValueError(
+                    f'APSCompressor: transport="allreduce" does not support {name}='
+                    f'{getattr(self, name)!r}; use transport="packed"'
+                )
 
     @property
-    def default_format(self) -> WireFormat:
+    def default_format(self) -> FloatFormat:
         """The format of every layer that no override names."""
-        return WireFormat(self.e, self.m, self.specials)
+        return _float_format(self.e, self.m, self.specials)
 
-    def format_for(self, name: str, n_elements: int) -> WireFormat:
+    def format_for(self, name: str, n_elements: int) -> Format:
         """The wire format of the layer `name`: the first matching override, else by size, else (e, m)."""
         if not isinstance(self.overrides, str):
             for pattern, value in self.overrides.items():
                 if fnmatch.fnmatchcase(name, pattern):
-                    return as_wire_format(value, self.specials, "APSCompressor: overrides")
+                    return as_format(value, self.specials, "APSCompressor: overrides")
         return FLOAT32 if n_elements < self.min_elements else self.default_format
 
     def replace(self, **changes: Any) -> Options:

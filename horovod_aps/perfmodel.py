@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from horovod_aps.formats import FloatFormat
 from horovod_aps.layout import LayerSpec, lay_out_bucket, split_into_buckets
-from horovod_aps.options import WireFormat
 
 GBIT = 1e9 / 8
 SCHEMA = 1
@@ -346,7 +346,7 @@ def predict_exchange(
     if n_ranks == 1:
         return Prediction(backward, 0.0, 0.0, 0.0, 0.0)
     rates, slow, sent = machine.kernel_rates(exp_bits, man_bits), machine.slowdown(n_ranks), 0.0
-    network, wire_format = _shared(network, machine, n_ranks), WireFormat(exp_bits, man_bits)
+    network, wire_format = _shared(network, machine, n_ranks), FloatFormat(exp_bits, man_bits)
     specs = [LayerSpec("", (size,), 0, 1.0, wire_format) for size in reversed(sizes)]
     groups = split_into_buckets(specs, machine.bucket_bytes / 1e6)
     jobs = []

@@ -64,11 +64,11 @@ class Statistics:
         for i, (spec, exponent) in enumerate(zip(specs, exponents.tolist())):
             entry = self.layers.get(spec.shown)
             if entry is None:
-                entry = self.layers[spec.shown] = LayerStatistics(str(spec.format), spec.n_elements)
-            entry.format = str(spec.format)
+                entry = self.layers[spec.shown] = LayerStatistics(spec.format.name, spec.n_elements)
+            entry.format = spec.format.name
             entry.n_exchanges += 1
             entry.n_nonfinite += exponent == EXP_NONFINITE
-            entry.exponent = None if exponent in (EXP_ZERO, EXP_NONFINITE) or spec.format.raw else exponent
+            entry.exponent = None if exponent in (EXP_ZERO, EXP_NONFINITE) or spec.format.scale != "layer" else exponent
             if sums is not None and exponent != EXP_NONFINITE:
                 underflowed, squared_error, squared_norm = sums[i, :3].tolist()
                 entry.n_measured += 1

@@ -9,22 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401 (makes NumPy know bfloat16)
 import numpy as np
 import reference
 
 from horovod_aps.carrier import carrier_place
-from horovod_aps.formats import FloatFormat
+from horovod_aps.formats import FLOAT32, FloatFormat
+from horovod_aps.kernels import DTYPE_CODES
 from horovod_aps.layout import LayerSpec, plan_buckets
-from horovod_aps.options import FLOAT32, Options, WireFormat
+from horovod_aps.options import Options
 
-DTYPES = {
-    "float32": np.dtype(np.float32),
-    "float64": np.dtype(np.float64),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}
-CODES = {dtype: code for code, dtype in enumerate(DTYPES.values())}
+DTYPES = {name: np.dtype(name) for name in DTYPE_CODES}
+CODES = {dtype: DTYPE_CODES[name] for name, dtype in DTYPES.items()}
 SIZES = (0, 1, 3, 7, 8, 9, 1023, 1025)
 
 
@@ -41,7 +37,7 @@ def expected(
     by_name = dict(formats) if isinstance(formats, Mapping) else dict.fromkeys(first, formats)
     specs = [
         LayerSpec(name, x.shape, CODES[x.dtype], factor,
-                  FLOAT32 if by_name[name] is None else WireFormat(*by_name[name]))
+                  FLOAT32 if by_name[name] is None else FloatFormat(*by_name[name]))
         for name, x in first.items()
     ]
     results: dict[str, np.ndarray] = {}

@@ -602,7 +602,7 @@ class Exchange:
         if self.options.accumulate != "float32":  # partial sums of N values must not overflow
             exponents[ordinary] += int(np.ceil(np.log2(self.transport.size)))
         if not self.options.scaling:  # a fixed scale of 1: every format's own top exponent
-            tops = np.array([agreement.top_exponent(spec.format) for spec in specs], np.int32)
+            tops = np.array([spec.format.top_exponent for spec in specs], np.int32)
             exponents[ordinary] = tops[ordinary]
         return exponents
 

@@ -33,7 +33,7 @@ def _cuda_kernel(name: str, device: int) -> Any:
     """The compiled kernel; CuPy keeps modules per device, which is why the cache does too."""
     import cupy
 
-    from horovod_aps.cuda_kernels import source_folder
+    from horovod_aps.kernels.cuda import source_folder
 
     folder = source_folder()
     with cupy.cuda.Device(device):

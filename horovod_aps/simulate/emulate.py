@@ -16,10 +16,11 @@ import torch
 
 from horovod_aps.engine.exchange import Exchange, local_allreduce
 from horovod_aps.engine.layer import Layer
+from horovod_aps.kernels import DTYPES
 from horovod_aps.options import Options
 from horovod_aps.simulate import _native
 
-DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+DTYPE_CODES = {getattr(torch, dtype.name): dtype.code for dtype in DTYPES}
 MAX_RANKS = 256
 
 
@@ -40,7 +41,7 @@ def _as_options(value: Options | Mapping[str, Any]) -> Options:
 
 def _kernels(device: torch.device) -> Any:
     if device.type == "cuda":
-        from horovod_aps.cuda_kernels import CudaKernels
+        from horovod_aps.kernels.cuda import CudaKernels
 
         return CudaKernels(stream=lambda: torch.cuda.current_stream(device).cuda_stream)
     from horovod_aps.kernels import CpuKernels

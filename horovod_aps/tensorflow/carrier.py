@@ -6,23 +6,21 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401 (makes NumPy know bfloat16)
 import numpy as np
 from horovod.tensorflow import mpi_ops
 
 from horovod_aps import carrier
 from horovod_aps.engine.layer import Layer
-from horovod_aps.kernels import CpuKernels
+from horovod_aps.kernels import DTYPE_NAMES, CpuKernels
 from horovod_aps.options import Options
 from horovod_aps.seeds import stochastic_seed
 from horovod_aps.tensorflow.collectives import allreduce
 
-DTYPES = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)  # by the kernels' codes
-
 
 def array_at(address: int, layer: Layer) -> np.ndarray:
     """The flat array at a layer's source or target."""
-    dtype = np.dtype(DTYPES[layer.dtype])
+    dtype = np.dtype(DTYPE_NAMES[layer.dtype])
     n_bytes = int(np.prod(layer.shape, dtype=np.int64)) * dtype.itemsize
     if n_bytes == 0:
         return np.empty(0, dtype)

@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_aps.cuda_kernels import CudaKernels
+from horovod_aps.kernels.cuda import CudaKernels
 
 
 class _DLTensor(ctypes.Structure):

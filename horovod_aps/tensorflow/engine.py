@@ -20,7 +20,7 @@ from horovod_aps.carrier import check_transports
 from horovod_aps.engine.exchange import Exchange
 from horovod_aps.engine.layer import Layer
 from horovod_aps.errors import LostPeer
-from horovod_aps.kernels import CpuKernels
+from horovod_aps.kernels import DTYPE_CODES, CpuKernels
 from horovod_aps.tensorflow import devices, order
 from horovod_aps.tensorflow.carrier import array_at, carry
 from horovod_aps.tensorflow.collectives import allreduce
@@ -32,7 +32,6 @@ from horovod_aps.world import process_set_of
 if TYPE_CHECKING:
     from horovod_aps.tensorflow.compressor import APSCompressor
 
-DTYPE_CODES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
 UNNAMED = "noname"
 ALIGNMENT = 64  # bytes; TensorFlow adopts an aligned array as a tensor and copies any other
 

@@ -18,13 +18,13 @@ from horovod_aps.engine import progress
 from horovod_aps.engine.exchange import Exchange
 from horovod_aps.engine.layer import Layer
 from horovod_aps.errors import LostPeer
-from horovod_aps.kernels import CpuKernels
+from horovod_aps.kernels import DTYPES, CpuKernels
 from horovod_aps.torch import seam
 from horovod_aps.torch.carrier import CarrierBatch
 from horovod_aps.torch.ticket import PRESENT, SPEAKS_MPI, Ticket
 from horovod_aps.world import link, mpi_usable, process_set_of
 
-DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+DTYPE_CODES = {getattr(torch, dtype.name): dtype.code for dtype in DTYPES}
 
 
 @dataclass(slots=True)
@@ -306,7 +306,7 @@ def _kernels_for(device: torch.device) -> Any:
     if device.type == "cpu":
         return CpuKernels()
     if device.type == "cuda":
-        from horovod_aps.cuda_kernels import CudaKernels
+        from horovod_aps.kernels.cuda import CudaKernels
 
         return CudaKernels(stream=lambda: torch.cuda.current_stream(device).cuda_stream)
     raise TypeError(f"APSCompressor: tensors must be on a CPU or a CUDA device, got {device}")

@@ -23,7 +23,8 @@ static inline unsigned long long atomicMax(unsigned long long* where, unsigned l
 
 // Every kernel argument is an integer or an address, so it travels in a 64-bit slot of the calling convention, and slots
 // beyond a kernel's own arguments are ignored (true of x86-64 System V and of AArch64).
-typedef void (*Kernel)(uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t);
+typedef void (*Kernel)(uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t,
+                       uint64_t);
 
 extern "C" void standin_launch(Kernel kernel, unsigned int grid, unsigned int block, const uint64_t* a) {
     gridDim.x = grid;

@@ -49,6 +49,8 @@ struct Case {
     std::vector<int64_t> n_data;  // bytes behind each segment's address
 };
 
+int width_of(const ApsSegment& s) { return s.family == APS_FAMILY_RAW ? 32 : 1 + s.exp_bits + s.man_bits; }
+
 Case read_case(Bytes& in) {
     Case c;
     c.op = in.byte() % 7;
@@ -68,6 +70,7 @@ Case read_case(Bytes& in) {
         s.exp_bits = odd & 1 ? in.byte() : (uint8_t)(1 + in.byte() % 8);
         s.man_bits = odd & 2 ? in.byte() : (uint8_t)(in.byte() % 24);
         s.flags = in.byte() & (odd & 4 ? 0xff : APS_SPECIALS);
+        s.family = odd & 4 ? in.byte() : (uint8_t)(in.byte() % 4 == 0);
         s.dtype = odd & 8 ? in.byte() : (uint8_t)(in.byte() % 4);
         s.exponent = odd & 16 ? (int32_t)in.word(4) : (int32_t)(int16_t)in.word(2) % 160;
         s.n = odd & 32 ? (int64_t)in.word(8) : in.below(MAX_ELEMENTS);
@@ -76,7 +79,7 @@ Case read_case(Bytes& in) {
         uint8_t nudge = in.byte();  // to the edges of what is allowed, and one over
         s.uid = nudge;
         s.first = in.below(1000);
-        int width = s.flags & APS_RAW ? 32 : 1 + s.exp_bits + s.man_bits;
+        int width = width_of(s);
         if (!(odd & 32) && !(odd & 64) && width <= 32) {  // fit it in, as layouts do
             int64_t room = (c.length - offset) * 8 / width;
             s.n = s.n < room && nudge >= 64 ? s.n : room + (nudge == 1);
@@ -99,7 +102,8 @@ void one_nan(uint8_t* p, int dtype, int64_t n) {
     for (int64_t k = 0; k < n; ++k) {
         uint64_t bits = 0;
         memcpy(&bits, p + k * aps_dtype_size(dtype), (size_t)aps_dtype_size(dtype));
-        const uint64_t top = ((1ull << exp_bits) - 1) << man_bits, magnitude = bits & ((1ull << (exp_bits + man_bits)) - 1);
+        const uint64_t top = ((1ull << exp_bits) - 1) << man_bits,
+                       magnitude = bits & ((1ull << (exp_bits + man_bits)) - 1);
         if (magnitude > top) memset(p + k * aps_dtype_size(dtype), 0xff, (size_t)aps_dtype_size(dtype));
     }
 }
@@ -108,7 +112,7 @@ bool overlap(const Case& c) {
     int64_t end = 0;
     for (const ApsSegment& s : c.table) {
         if (s.offset < end) return true;
-        end = s.offset + (s.n * (s.flags & APS_RAW ? 32 : 1 + s.exp_bits + s.man_bits) + 7) / 8;
+        end = s.offset + (s.n * width_of(s) + 7) / 8;
     }
     return false;
 }
@@ -139,8 +143,8 @@ Outcome run(const Case& c, const Bytes& in, bool avx2) {
     if (c.op == 1) o.status = aps_encode_segments(table.data(), n, out.get(), c.length, c.stochastic, c.seed);
     if (c.op == 2) o.status = aps_decode_segments(table.data(), n, inputs.data(), c.n_in, c.length, c.accumulate);
     if (c.op == 3) {
-        o.status = aps_reduce_segments(table.data(), n, inputs.data(), c.n_in, c.accumulate, c.keep, out.get(), c.length,
-                                       c.stochastic, c.seed);
+        o.status = aps_reduce_segments(table.data(), n, inputs.data(), c.n_in, c.accumulate, c.keep, out.get(),
+                                       c.length, c.stochastic, c.seed);
     }
     if (c.op == 4) o.status = aps_residual_segments(table.data(), n, inputs[0], c.length);
     if (c.op == 5) o.status = aps_measure_segments(table.data(), n, inputs[0], c.length, sums.data());
@@ -150,7 +154,7 @@ Outcome run(const Case& c, const Bytes& in, bool avx2) {
         const uint8_t* p = (const uint8_t*)&s.exponent;
         o.bytes.insert(o.bytes.end(), p, p + sizeof s.exponent);
         if (o.status) continue;
-        if (s.flags & APS_RAW && c.op != 0) one_nan(out.get() + s.offset, APS_F32, s.n);
+        if (s.family == APS_FAMILY_RAW && c.op != 0) one_nan(out.get() + s.offset, APS_F32, s.n);
         one_nan(data[k].get(), s.dtype, c.n_data[k] / aps_dtype_size(s.dtype));
     }
     for (size_t k = 0; k < table.size(); ++k) o.bytes.insert(o.bytes.end(), data[k].get(), data[k].get() + c.n_data[k]);
@@ -162,11 +166,12 @@ Outcome run(const Case& c, const Bytes& in, bool avx2) {
 
 void demand(bool holds, const char* what, const Case& c) {
     if (holds) return;
-    fprintf(stderr, "fuzz_kernels: %s\n  op %d n_in %d accumulate %d keep %d stochastic %d seed %llu length %lld\n", what,
-            c.op, c.n_in, c.accumulate, c.keep, c.stochastic, (unsigned long long)c.seed, (long long)c.length);
+    fprintf(stderr, "fuzz_kernels: %s\n  op %d n_in %d accumulate %d keep %d stochastic %d seed %llu length %lld\n",
+            what, c.op, c.n_in, c.accumulate, c.keep, c.stochastic, (unsigned long long)c.seed, (long long)c.length);
     for (const ApsSegment& s : c.table) {
-        fprintf(stderr, "  segment e%d m%d flags %d dtype %d exponent %d factor %g n %lld offset %lld\n", s.exp_bits,
-                s.man_bits, s.flags, s.dtype, s.exponent, (double)s.factor, (long long)s.n, (long long)s.offset);
+        fprintf(stderr, "  segment family %d e%d m%d flags %d dtype %d exponent %d factor %g n %lld offset %lld\n",
+                s.family, s.exp_bits, s.man_bits, s.flags, s.dtype, s.exponent, (double)s.factor, (long long)s.n,
+                (long long)s.offset);
     }
     abort();
 }
@@ -178,10 +183,11 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     const Case c = read_case(in);
     const Outcome plain = run(c, in, false), vector = run(c, in, true);
     const bool comparable = plain.status != 0 || c.op == 0 || !overlap(c);  // else NaNs are cut to pieces
-    demand(plain.status == vector.status && (!comparable || plain.bytes == vector.bytes), "AVX2 and baseline differ", c);
+    demand(plain.status == vector.status && (!comparable || plain.bytes == vector.bytes), "AVX2 and baseline differ",
+           c);
     bool outside = false;
     for (const ApsSegment& s : c.table) {
-        __int128 width = s.flags & APS_RAW ? 32 : 1 + s.exp_bits + s.man_bits;
+        __int128 width = width_of(s);
         if (s.n < 0 || s.offset < 0 || s.offset + ((__int128)s.n * width + 7) / 8 > c.length) outside = true;
     }
     demand(c.op == 0 || !outside || plain.status != 0, "a segment outside its message was accepted", c);

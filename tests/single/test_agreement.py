@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from horovod_aps.agreement import describe, digest_words, proposal, settle, spec_of, top_exponent
+from horovod_aps.agreement import describe, digest_words, proposal, settle, spec_of
 from horovod_aps.engine.layer import Layer
-from horovod_aps.options import FLOAT32, Options, WireFormat
+from horovod_aps.formats import FLOAT32, FloatFormat
+from horovod_aps.options import Options
 
 PLAIN = Options(4, 3)
 
@@ -47,9 +48,20 @@ def test_settle_names_the_ranks_and_both_values(mine, theirs, text):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"e": 5}, {"m": 2}, {"specials": False}, {"rounding": "stochastic"}, {"accumulate": "kahan"}, {"seed": 1},
-     {"error_feedback": True}, {"min_elements": 9}, {"bucket_mb": 1.0}, {"overrides": {"w": (5, 2)}},
-     {"warmup_steps": 3}, {"scaling": False}],
+    [
+        {"e": 5},
+        {"m": 2},
+        {"specials": False},
+        {"rounding": "stochastic"},
+        {"accumulate": "kahan"},
+        {"seed": 1},
+        {"error_feedback": True},
+        {"min_elements": 9},
+        {"bucket_mb": 1.0},
+        {"overrides": {"w": (5, 2)}},
+        {"warmup_steps": 3},
+        {"scaling": False},
+    ],
     ids=str,
 )
 def test_settle_notices_every_option(changes):
@@ -89,11 +101,12 @@ def test_digest_words_fit_a_signed_maximum():
 
 def test_spec_of_uses_float32_while_warming_up():
     assert spec_of(layer(), Options(4, 3), warm=True).format == FLOAT32
-    assert spec_of(layer(), Options(4, 3), warm=False).format == WireFormat(4, 3)
+    assert spec_of(layer(), Options(4, 3), warm=False).format == FloatFormat(4, 3)
 
 
 @pytest.mark.parametrize(
-    "fmt, wanted", [(WireFormat(4, 3), 7), (WireFormat(5, 2), 15), (WireFormat(4, 3, False), 8), (WireFormat(1, 2), 1)]
+    "fmt, wanted",
+    [(FloatFormat(4, 3), 7), (FloatFormat(5, 2), 15), (FloatFormat(4, 3, False), 8), (FloatFormat(1, 2), 1)],
 )
 def test_top_exponent_is_that_of_the_largest_binade(fmt, wanted):
-    assert top_exponent(fmt) == wanted
+    assert fmt.top_exponent == wanted

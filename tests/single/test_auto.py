@@ -17,7 +17,7 @@ from exchange_oracle import assert_same_bits
 from horovod_aps.base import BaseCompressor, ExchangeKey
 from horovod_aps.engine.exchange import Exchange, local_allreduce
 from horovod_aps.engine.layer import Layer
-from horovod_aps.formats import FloatFormat
+from horovod_aps.formats import FLOAT32, FloatFormat
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.options import Options
 from horovod_aps.transports.local import LocalTransport
@@ -48,8 +48,10 @@ def make(n_ranks: int, step: int) -> Gradients:
 
 def reduce(grads: Gradients, exchanges: list[Exchange]) -> dict[str, np.ndarray]:
     outs = [{name: np.empty_like(x) for name, x in rank.items()} for rank in grads]
-    layers = [[Layer(name, x.shape, 0, x.ctypes.data, out[name].ctypes.data, 1.0, (x, out[name]))
-               for name, x in rank.items()] for rank, out in zip(grads, outs)]
+    layers = [
+        [Layer(name, x.shape, 0, x.ctypes.data, out[name].ctypes.data, 1.0, (x, out[name])) for name, x in rank.items()]
+        for rank, out in zip(grads, outs)
+    ]
     local_allreduce(layers, exchanges[0].options, exchanges[0].kernels, exchanges)
     return outs[0]
 
@@ -75,8 +77,9 @@ def expected_choice(n_ranks: int, n_steps: int, bound: float) -> dict[str, Any]:
                     break
                 fmt = FloatFormat(*candidate)
                 exponents = [reference.scan_exponent(x, fmt) for x in seen]
-                sent = [reference.true_value(reference.quantize_scaled(x, e, fmt), e, fmt)
-                        for x, e in zip(seen, exponents)]
+                sent = [
+                    reference.true_value(reference.quantize_scaled(x, e, fmt), e, fmt) for x, e in zip(seen, exponents)
+                ]
                 if sum(float((x - y) @ (x - y)) for x, y in zip(seen, sent)) <= limit * norm:
                     break
             widest[name] = max(widest.get(name, 0), CANDIDATES.index(candidate))
@@ -105,10 +108,12 @@ def test_auto_chooses_the_smallest_sufficient_format(n_ranks, bound, caplog):
     # The table on rank 0 is the choice as text, and a run that gets it pasted sends the same.
     (record,) = caplog.records
     text = record.getMessage()
-    pasted = eval(text[text.rindex("overrides=") + len("overrides="):])
+    pasted = eval(text[text.rindex("overrides=") + len("overrides=") :])
     assert pasted == wanted
-    given = [Exchange(CpuKernels(), transport, Options(4, 3, overrides=pasted))
-             for transport in LocalTransport.world(n_ranks)]
+    given = [
+        Exchange(CpuKernels(), transport, Options(4, 3, overrides=pasted))
+        for transport in LocalTransport.world(n_ranks)
+    ]
     grads = make(n_ranks, 9)
     chosen, fixed = reduce(grads, exchanges), reduce(grads, given)
     for name in chosen:
@@ -120,8 +125,10 @@ def test_auto_keeps_its_bound_when_sums_are_rounded_again():
     for n_ranks in (2, 3, 4, 8):
         exchanges = world(n_ranks, auto_error=0.028, auto_steps=1)
         for step in range(3):
-            grads = [{"normal": np.random.default_rng((step, rank)).standard_normal(20_000).astype(np.float32)}
-                     for rank in range(n_ranks)]
+            grads = [
+                {"normal": np.random.default_rng((step, rank)).standard_normal(20_000).astype(np.float32)}
+                for rank in range(n_ranks)
+            ]
             result = reduce(grads, exchanges)["normal"].astype(np.float64)
         exact = sum(rank["normal"].astype(np.float64) for rank in grads)
         assert 1e-6 < np.linalg.norm(result - exact) / np.linalg.norm(exact) < 0.028
@@ -131,7 +138,7 @@ def test_auto_leaves_small_layers_to_min_elements():
     exchanges = world(2, min_elements=100, auto_steps=1)
     reduce(make(2, 1), exchanges)
     assert "wide0" not in exchanges[0].chosen and "normal" in exchanges[0].chosen
-    assert exchanges[0].options.format_for("wide0", 50).raw
+    assert exchanges[0].options.format_for("wide0", 50) == FLOAT32
 
 
 def test_auto_takes_formats_as_candidates_and_only_float32():
@@ -182,8 +189,10 @@ def join(compressors: list[Compressor], names: list[str]) -> None:
 def run(compressors: list[Compressor], names: list[str], step: int) -> dict[str, np.ndarray]:
     results = {}
     for name in names:
-        grads = [{name: np.random.default_rng((step, rank, len(name))).standard_normal(64).astype(np.float32)}
-                 for rank in range(2)]
+        grads = [
+            {name: np.random.default_rng((step, rank, len(name))).standard_normal(64).astype(np.float32)}
+            for rank in range(2)
+        ]
         results |= reduce(grads, [compressor.exchange(name) for compressor in compressors])
         for compressor in compressors:
             compressor._look_for_idle_overrides(compressor.exchange(name))
@@ -238,7 +247,8 @@ def test_overrides_that_match_nothing_are_named(caplog):
         for step in (1, 2, 3):
             run(compressors, ["fc.weight", "conv"], step)
     assert [record.getMessage() for record in caplog.records] == [
-        "overrides ['fx.*'] match none of the 2 tensors, which are called conv, fc.weight"]
+        "overrides ['fx.*'] match none of the 2 tensors, which are called conv, fc.weight"
+    ]
 
 
 # ---- set_format ----

@@ -4,10 +4,10 @@ import cuda_standin
 import numpy as np
 import pytest
 
-from horovod_aps.cuda_kernels import CudaKernels
 from horovod_aps.engine.exchange import Exchange, local_allreduce
 from horovod_aps.engine.layer import Layer
 from horovod_aps.kernels import CpuKernels
+from horovod_aps.kernels.cuda import CudaKernels
 from horovod_aps.options import Options
 
 SHAPES = ((1,), (7,), (33, 5), (4099,))
@@ -18,8 +18,13 @@ def run(kernels: object, n_ranks: int, options: Options, n_steps: int) -> tuple[
     rng = np.random.default_rng(5)
     grads = [[rng.standard_normal(shape).astype(np.float32) for shape in SHAPES] for _ in range(n_ranks)]
     outs = [[np.empty_like(grad) for grad in rank] for rank in grads]
-    layers = [[Layer(f"l{i}", grad.shape, 0, grad.ctypes.data, out.ctypes.data, 1 / n_ranks, (grad, out))
-               for i, (grad, out) in enumerate(zip(grads[r], outs[r], strict=True))] for r in range(n_ranks)]
+    layers = [
+        [
+            Layer(f"l{i}", grad.shape, 0, grad.ctypes.data, out.ctypes.data, 1 / n_ranks, (grad, out))
+            for i, (grad, out) in enumerate(zip(grads[r], outs[r], strict=True))
+        ]
+        for r in range(n_ranks)
+    ]
     exchanges = None
     for _ in range(n_steps):
         exchanges = local_allreduce(layers, options, kernels, exchanges)
@@ -28,8 +33,11 @@ def run(kernels: object, n_ranks: int, options: Options, n_steps: int) -> tuple[
 
 
 @pytest.mark.parametrize("n_ranks", [2, 3])
-@pytest.mark.parametrize("options", [Options(4, 3), Options(3, 0, error_feedback=True),
-                                     Options(5, 2, rounding="stochastic", stats=True)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [Options(4, 3), Options(3, 0, error_feedback=True), Options(5, 2, rounding="stochastic", stats=True)],
+    ids=str,
+)
 def test_cuda_exchange_equals_cpu(n_ranks: int, options: Options) -> None:
     on_cpu, _ = run(CpuKernels(), n_ranks, options, 3)
     on_gpu, _ = run(CudaKernels(cuda_standin), n_ranks, options, 3)

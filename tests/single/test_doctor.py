@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from horovod_aps import config, doctor, kernels
+from horovod_aps import config, doctor
+from horovod_aps.kernels import native
 
 COMMAND = [sys.executable, "-m", "horovod_aps.cli", "doctor"]
 MPIRUN = ["mpirun", "--oversubscribe", "--bind-to", "none"]
@@ -123,8 +124,8 @@ def test_check_that_fails_names_its_topic_and_a_remedy(monkeypatch):
 
 
 def test_missing_library_is_red(monkeypatch):
-    monkeypatch.setattr(kernels, "_library", None)
-    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    monkeypatch.setattr(native, "_library", None)
+    monkeypatch.setattr(native, "find_spec", lambda name: None)
     (finding,) = doctor.examine([doctor.check_kernels])
     assert finding.level == doctor.RED and "pip install -e ." in finding.text and finding.topic == "kernels"
 

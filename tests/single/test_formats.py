@@ -101,9 +101,7 @@ def test_format_is_a_value() -> None:
     assert type(FloatFormat(np.int64(4), np.uint8(3)).exp_bits) is int
 
 
-@pytest.mark.parametrize(
-    "fmt", [FloatFormat(4, 3), FloatFormat(8, 23), FloatFormat(2, 1, specials=False)], ids=str
-)
+@pytest.mark.parametrize("fmt", [FloatFormat(4, 3), FloatFormat(8, 23), FloatFormat(2, 1, specials=False)], ids=str)
 def test_names_round_trip(fmt: FloatFormat) -> None:
     assert FloatFormat.parse(str(fmt)) == fmt
     assert eval(repr(fmt)) == fmt
@@ -125,9 +123,7 @@ def test_names_round_trip(fmt: FloatFormat) -> None:
         ((4, 3, 1), TypeError, r"FloatFormat: specials must be True or False, got 1"),
     ],
 )
-def test_constructor_names_bad_argument(
-    arguments: tuple[Any, ...], error: type[Exception], message: str
-) -> None:
+def test_constructor_names_bad_argument(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         FloatFormat(*arguments)
 
@@ -273,9 +269,7 @@ def test_codes_of_any_integer_type() -> None:
     fmt = FloatFormat(5, 6)
     codes = np.arange(2**fmt.bits)
     for dtype in (np.int16, np.uint16, np.int64, np.uint64):
-        np.testing.assert_array_equal(
-            fmt.decode(codes.astype(dtype)), reference.decode(codes, fmt).astype(np.float32)
-        )
+        np.testing.assert_array_equal(fmt.decode(codes.astype(dtype)), reference.decode(codes, fmt).astype(np.float32))
     np.testing.assert_array_equal(fmt.pack(codes), reference.pack(codes, fmt.bits))
 
 
@@ -305,12 +299,7 @@ def test_formats_import_no_framework() -> None:
 def test_special_values_with_specials(dtype: Any) -> None:
     x = np.array([np.inf, -np.inf, np.nan, -np.nan, -0.0, 0.0], dtype)
     result = E4M3.quantize(x)
-    assert (
-        np.isposinf(result[0])
-        and np.isneginf(result[1])
-        and np.isnan(result[2:4]).all()
-        and not result[4:].any()
-    )
+    assert np.isposinf(result[0]) and np.isneginf(result[1]) and np.isnan(result[2:4]).all() and not result[4:].any()
     np.testing.assert_array_equal(np.signbit(result), np.signbit(x))
     np.testing.assert_array_equal(E4M3.encode(x), [0x78, 0xF8, 0x7C, 0xFC, 0x80, 0x00])
 
@@ -358,10 +347,7 @@ def test_result_beyond_the_dtype_is_inf_in_it() -> None:
     np.testing.assert_array_equal(FloatFormat(6, 2).quantize(x), np.array([np.inf, -np.inf], np.float16))
     top = np.finfo(np.float32).max
     fmt = FloatFormat(8, 7, specials=False)
-    assert (
-        np.isinf(fmt.quantize(np.array([top]))[0])
-        and fmt.quantize(np.array([top], np.float64))[0] == 2.0**128
-    )
+    assert np.isinf(fmt.quantize(np.array([top]))[0]) and fmt.quantize(np.array([top], np.float64))[0] == 2.0**128
 
 
 def test_float64_is_rounded_once() -> None:
@@ -371,9 +357,7 @@ def test_float64_is_rounded_once() -> None:
     np.testing.assert_array_equal(E4M3.quantize(np.array([5e-324, -1e-300, 1e300])), [0.0, -0.0, np.inf])
 
 
-@pytest.mark.parametrize(
-    "fmt", [FloatFormat(8, 7), FloatFormat(8, 23), FloatFormat(8, 10, specials=False)], ids=str
-)
+@pytest.mark.parametrize("fmt", [FloatFormat(8, 7), FloatFormat(8, 23), FloatFormat(8, 10, specials=False)], ids=str)
 def test_float32_subnormals_survive_flush_to_zero(fmt: FloatFormat) -> None:
     bits = np.arange(1, 2**23, 4099, dtype=np.uint32)
     x = np.concatenate((bits, bits | np.uint32(1 << 31))).view(np.float32)
@@ -393,9 +377,7 @@ def test_float32_subnormals_survive_flush_to_zero(fmt: FloatFormat) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=lambda t: t.__name__)
 @pytest.mark.parametrize("fraction", [2.0**-10, 0.1, 0.5, 0.77, 1 - 2.0**-10])
-@pytest.mark.parametrize(
-    "below", [0.0, E4M3.min_subnormal, 5 * E4M3.min_subnormal, 1.0, 1.875, -104.0, 224.0]
-)
+@pytest.mark.parametrize("below", [0.0, E4M3.min_subnormal, 5 * E4M3.min_subnormal, 1.0, 1.875, -104.0, 224.0])
 def test_stochastic_rounding_is_unbiased(below: float, fraction: float, dtype: Any) -> None:
     n = 400_000
     code = int(E4M3.encode(np.array([below]))[0])
@@ -424,9 +406,7 @@ def test_stochastic_rounding_repeats_with_its_seed() -> None:
     first = E4M3.encode(x, rounding="stochastic", seed=7)
     np.testing.assert_array_equal(first, E4M3.encode(x, rounding="stochastic", seed=7))
     np.testing.assert_array_equal(E4M3.decode(first), E4M3.quantize(x, rounding="stochastic", seed=7))
-    np.testing.assert_array_equal(
-        first, E4M3.encode(torch.from_numpy(x), rounding="stochastic", seed=7).numpy()
-    )
+    np.testing.assert_array_equal(first, E4M3.encode(torch.from_numpy(x), rounding="stochastic", seed=7).numpy())
     np.testing.assert_array_equal(first[:77], E4M3.encode(x[:77], rounding="stochastic", seed=7))
     for seed in (8, 7 + 2**32, 2**64 - 1):
         assert np.mean(first != E4M3.encode(x, rounding="stochastic", seed=seed)) > 0.1

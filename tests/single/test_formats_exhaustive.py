@@ -51,9 +51,7 @@ def assert_same_floats(actual: Any, expected: Any) -> None:
     differ = actual.view(bits) != expected.view(bits)
     both_nan = np.isnan(actual[differ]) & np.isnan(expected[differ])
     wrong = ~both_nan | (np.signbit(actual[differ]) != np.signbit(expected[differ]))
-    assert not wrong.any(), (
-        f"{wrong.sum()} wrong, first {actual[differ][wrong][:3]} for {expected[differ][wrong][:3]}"
-    )
+    assert not wrong.any(), f"{wrong.sum()} wrong, first {actual[differ][wrong][:3]} for {expected[differ][wrong][:3]}"
 
 
 def assert_same_codes(fmt: FloatFormat, actual: Any, expected: Any) -> None:
@@ -186,23 +184,17 @@ def interleave(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fmt", OTHERS, ids=str)
-def test_encode_random_float32_as_midpoint_reference(
-    fmt: FloatFormat, sorted_patterns: SortedPatterns
-) -> None:
+def test_encode_random_float32_as_midpoint_reference(fmt: FloatFormat, sorted_patterns: SortedPatterns) -> None:
     expected = interleave(sorted_patterns.expected(fmt))
     actual = fmt.encode(interleave(sorted_patterns.x))
     assert actual.dtype == expected.dtype and np.array_equal(actual, expected)
 
 
-@pytest.mark.parametrize(
-    "fmt", ALL_FORMATS[::7] + [FloatFormat(1, 1), FloatFormat(1, 0, specials=False)], ids=str
-)
+@pytest.mark.parametrize("fmt", ALL_FORMATS[::7] + [FloatFormat(1, 1), FloatFormat(1, 0, specials=False)], ids=str)
 def test_reference_definitions_agree(fmt: FloatFormat, sorted_patterns: SortedPatterns) -> None:
     """The oracles themselves: by significands, by midpoints, and by fractions for one number at a time."""
     step = slice(None, None, 97)
-    np.testing.assert_array_equal(
-        sorted_patterns.expected(fmt)[step], reference.encode(sorted_patterns.x[step], fmt)
-    )
+    np.testing.assert_array_equal(sorted_patterns.expected(fmt)[step], reference.encode(sorted_patterns.x[step], fmt))
     x = np.concatenate((sorted_patterns.x[::50021], critical_points(fmt)[:: max(1, fmt.max_code // 50)]))
     one_by_one = [reference.quantize_exact(float(v), fmt.exp_bits, fmt.man_bits, fmt.specials) for v in x]
     assert_same_floats(reference.quantize(x, fmt), np.array(one_by_one))

@@ -62,9 +62,7 @@ def test_quantize_is_idempotent(fmt: FloatFormat, values: list[float], dtype: An
 
 
 @given(formats, st.lists(any_float32, max_size=20), st.integers(0, 2**64 - 1))
-def test_stochastic_rounding_keeps_values_of_the_format(
-    fmt: FloatFormat, values: list[float], seed: int
-) -> None:
+def test_stochastic_rounding_keeps_values_of_the_format(fmt: FloatFormat, values: list[float], seed: int) -> None:
     once = fmt.quantize(array(values))
     again = fmt.quantize(once, rounding="stochastic", seed=seed)
     if not fmt.specials or fmt.man_bits:  # NaN of these formats is not a value to keep
@@ -105,11 +103,7 @@ def test_quantize_is_nearest_in_exact_arithmetic(fmt: FloatFormat, value: float)
 def test_quantize_is_nearest_around_midpoints(fmt: FloatFormat, data: st.DataObject) -> None:
     code = data.draw(st.integers(0, fmt.max_code) | st.just(fmt.max_code), label="code below")
     below = float(reference.decode(np.array(code), fmt))
-    above = (
-        float(reference.decode(np.array(code + 1), fmt))
-        if code < fmt.max_code
-        else 2.0 ** (fmt.max_exponent + 1)
-    )
+    above = float(reference.decode(np.array(code + 1), fmt)) if code < fmt.max_code else 2.0 ** (fmt.max_exponent + 1)
     midpoint = (below + above) / 2
     for value in (midpoint, math.nextafter(midpoint, math.inf), math.nextafter(midpoint, 0.0)):
         assert same_as_exact(fmt, value) and same_as_exact(fmt, -value)
@@ -119,9 +113,7 @@ def test_quantize_is_nearest_around_midpoints(fmt: FloatFormat, data: st.DataObj
 def test_encode_inverts_decode(fmt: FloatFormat, data: st.DataObject) -> None:
     assume(fmt.exp_bits < 8 or fmt.specials)  # else float32 cannot hold the top binade
     codes = data.draw(st.lists(st.integers(0, fmt.max_code), max_size=20), label="codes")
-    signed = np.array(codes + [c | 1 << (fmt.bits - 1) for c in codes], dtype=np.uint32).astype(
-        fmt.code_dtype
-    )
+    signed = np.array(codes + [c | 1 << (fmt.bits - 1) for c in codes], dtype=np.uint32).astype(fmt.code_dtype)
     np.testing.assert_array_equal(fmt.encode(fmt.decode(signed)), signed)
 
 
@@ -136,9 +128,7 @@ def format_of_width(bits: int) -> FloatFormat:
 def test_unpack_inverts_pack_for_every_width(bits: int, data: st.DataObject) -> None:
     fmt = format_of_width(bits)
     n = data.draw(st.integers(0, 70), label="n")
-    codes = np.array(
-        data.draw(st.lists(st.integers(0, 2**bits - 1), min_size=n, max_size=n)), dtype=fmt.code_dtype
-    )
+    codes = np.array(data.draw(st.lists(st.integers(0, 2**bits - 1), min_size=n, max_size=n)), dtype=fmt.code_dtype)
     packed = fmt.pack(codes)
     np.testing.assert_array_equal(packed, reference.pack(codes, bits))
     unpacked = fmt.unpack(packed, n)
@@ -150,9 +140,7 @@ def test_unpack_inverts_pack_for_every_width(bits: int, data: st.DataObject) -> 
 @pytest.mark.parametrize("bits", range(2, 33))
 def test_unpack_inverts_pack_for_every_size(bits: int, n: int) -> None:
     fmt = format_of_width(bits)
-    codes = (
-        np.random.default_rng(bits * 1000 + n).integers(0, 2**bits, n, dtype=np.uint64).astype(fmt.code_dtype)
-    )
+    codes = np.random.default_rng(bits * 1000 + n).integers(0, 2**bits, n, dtype=np.uint64).astype(fmt.code_dtype)
     packed = fmt.pack(codes)
     assert packed.dtype == np.uint8 and packed.size == -(-n * bits // 8)
     if n <= 1025:

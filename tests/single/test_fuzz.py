@@ -31,8 +31,12 @@ def test_kernels_survive_any_table_and_any_bytes(tmp_path):
     "file, before, after",
     [
         ("aps_cpu.cpp", "> length - g.offset", "> length - g.offset + 1"),  # one byte behind the message
-        pytest.param("aps_cpu_kernels.inc", "while (filled < width)", "while (filled <= width)",  # the decoder reads on
-                     marks=pytest.mark.slow),
+        pytest.param(
+            "aps_cpu_float.inc",
+            "while (filled < width)",
+            "while (filled <= width)",  # the decoder reads on
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_planted_fault_is_found(file, before, after, tmp_path):

@@ -64,9 +64,7 @@ def oracle_value(codes: np.ndarray, fmt: tuple[int, int, int]) -> np.ndarray:
     emin = limits(*fmt)[0]
     codes = codes.astype(np.int64)
     field, man = (codes >> man_bits) & (2**exp_bits - 1), codes & (2**man_bits - 1)
-    value = np.where(
-        field, np.ldexp(1 + man / 2.0**man_bits, field - 1 + emin), np.ldexp(man / 2.0**man_bits, emin)
-    )
+    value = np.where(field, np.ldexp(1 + man / 2.0**man_bits, field - 1 + emin), np.ldexp(man / 2.0**man_bits, emin))
     return np.where((codes >> (exp_bits + man_bits)) & 1, -value, value)
 
 
@@ -81,9 +79,7 @@ def oracle_codes(message: np.ndarray, offset: int, n: int, width: int) -> np.nda
 # ---------------------------------------------------------------------------------------------------- helpers
 
 
-def table_of(
-    arrays: list[np.ndarray], fmt: tuple[int, int, int], factor: float = 1.0, dtype: int = 0
-) -> np.ndarray:
+def table_of(arrays: list[np.ndarray], fmt: tuple[int, int, int], factor: float = 1.0, dtype: int = 0) -> np.ndarray:
     """Segments over arrays, each a byte apart from the next in the message."""
     segs = np.zeros(len(arrays), dtype=K.SEGMENT)
     segs["data"], segs["n"] = [a.ctypes.data for a in arrays], [a.size for a in arrays]
@@ -278,9 +274,7 @@ def test_kernels_threads_give_the_bits_of_one_thread(fmt: tuple[int, int, int]) 
         target = reduced.copy()
         target["data"] = [a.ctypes.data for a in outs]
         CPU.decode(target, [out, out])
-        results.append(
-            b"".join(a.tobytes() for a in [segs["exponent"], reduced["exponent"], message, out, *outs])
-        )
+        results.append(b"".join(a.tobytes() for a in [segs["exponent"], reduced["exponent"], message, out, *outs]))
     K.set_num_threads(1)
     assert results[0] == results[1] == results[2]
 
@@ -338,9 +332,7 @@ def test_kernels_do_not_depend_on_flush_to_zero(fmt: tuple[int, int, int], flush
 
 @pytest.mark.parametrize("scale", [1.0, 1e-36])
 @pytest.mark.parametrize("fmt", [(4, 3, 1), (3, 0, 1), (5, 2, 0)])
-def test_kernels_stochastic_rounding_is_unbiased_and_repeatable(
-    fmt: tuple[int, int, int], scale: float
-) -> None:
+def test_kernels_stochastic_rounding_is_unbiased_and_repeatable(fmt: tuple[int, int, int], scale: float) -> None:
     """Oracle: the mean over elements is x within 5 standard errors, the values are its two neighbours."""
     n = 200_000
     for fraction in (0.1, 0.37, 0.9):
@@ -411,7 +403,7 @@ def test_kernels_reduce_can_keep_the_exponent_and_saturate(instruction_set: str)
 def test_kernels_raw_segments_carry_float32_bits() -> None:
     x = np.array([1.5, -0.0, np.nan, np.inf, 1e-42, 3.0], np.float32)
     segs = table_of([x], (8, 23, 0))
-    segs["flags"] = K.RAW
+    segs["family"] = K.FAMILY_RAW
     CPU.scan(segs)
     assert segs["exponent"][0] == 0
     message, out = message_of(segs), message_of(segs)

@@ -7,26 +7,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horovod_aps.kernels import RAW, SPECIALS
+from horovod_aps.formats import FLOAT32, FloatFormat, Format
+from horovod_aps.kernels import SEGMENT, UNIT
 from horovod_aps.layout import (
     EXPONENT_BYTES,
     MAX_LAYERS,
     PIECE,
-    UNIT,
     WORD,
     BucketLayout,
     LayerSpec,
     lay_out_bucket,
-    packed_bytes,
     plan_buckets,
     split_into_buckets,
 )
-from horovod_aps.options import FLOAT32, WireFormat
 
-E4M3 = WireFormat(4, 3)
+E4M3 = FloatFormat(4, 3)
+DESCRIBED = ("family", "codec", "exp_bits", "man_bits", "flags")
 
 
-def spec(i: int, n: int, fmt: WireFormat = E4M3) -> LayerSpec:
+def spec(i: int, n: int, fmt: Format = E4M3) -> LayerSpec:
     return LayerSpec(f"layer{i}", (n,), i % 4, 0.5, fmt)
 
 
@@ -40,13 +39,14 @@ def check(specs: list[LayerSpec], bucket: BucketLayout) -> None:
             layer = bucket.layers[bucket.layer_of_segment[row]]
             fmt = specs[layer].format
             seen[layer][segment["first"] : segment["first"] + segment["n"]] += 1
-            start, stop = segment["offset"], segment["offset"] + packed_bytes(int(segment["n"]), fmt.bits)
+            start, stop = segment["offset"], segment["offset"] + fmt.bytes_for(int(segment["n"]))
             used[start:stop] += 1
             assert bucket.shard_bytes[shard] <= start and stop <= bucket.shard_bytes[shard + 1]
             assert segment["first"] % UNIT == 0, "a segment must start on a whole byte of the codes"
             assert segment["n"] > 0 and segment["uid"] == layer
-            assert (segment["exp_bits"], segment["man_bits"]) == (fmt.exp_bits, fmt.man_bits)
-            assert segment["flags"] == SPECIALS * fmt.specials | RAW * fmt.raw
+            described = np.zeros(1, SEGMENT)
+            fmt.describe(described)
+            assert all(segment[field] == described[field] for field in DESCRIBED)
             assert segment["dtype"] == specs[layer].dtype and segment["factor"] == np.float32(specs[layer].factor)
     assert all(np.all(counts == 1) for counts in seen.values())
     assert np.all(used <= 1), "segments overlap"
@@ -71,7 +71,7 @@ def test_parts_cover_the_bucket_in_order(sizes):
 
 
 formats = st.sampled_from(
-    [WireFormat(4, 3), WireFormat(3, 0), WireFormat(2, 2), WireFormat(5, 10), WireFormat(4, 3, False), FLOAT32]
+    [FloatFormat(4, 3), FloatFormat(3, 0), FloatFormat(2, 2), FloatFormat(5, 10), FloatFormat(4, 3, False), FLOAT32]
 )
 
 
@@ -83,7 +83,7 @@ def test_lay_out_bucket_sends_every_element_once(layers, n_shards):
 
 
 @pytest.mark.parametrize("n_shards", [2, 3, 4, 8])
-@pytest.mark.parametrize("fmt", [WireFormat(4, 3), WireFormat(3, 0), WireFormat(2, 2), FLOAT32], ids=str)
+@pytest.mark.parametrize("fmt", [FloatFormat(4, 3), FloatFormat(3, 0), FloatFormat(2, 2), FLOAT32], ids=str)
 def test_lay_out_bucket_balances_shards(n_shards, fmt):
     """No shard is more than one unit of each of its two border segments away from an equal share."""
     specs = [spec(i, n, fmt) for i, n in enumerate((1000, 7, 250, 3, 1, 64, 9999))]
@@ -141,6 +141,9 @@ def test_plan_buckets_handles_large_layers_without_their_memory():
     assert bucket.shard_bytes[-1] == 10**10 and np.all(np.diff(bucket.shard_bytes) > 2.4e9)
 
 
-@pytest.mark.parametrize("n, bits, wanted", [(0, 8, 0), (1, 1, 1), (8, 3, 3), (9, 3, 4), (7, 8, 7), (3, 5, 2)])
-def test_packed_bytes_rounds_up_to_whole_bytes(n, bits, wanted):
-    assert packed_bytes(n, bits) == wanted
+@pytest.mark.parametrize(
+    "n, fmt, wanted",
+    [(0, (4, 3), 0), (1, (1, 1), 1), (8, (1, 1), 3), (9, (1, 1), 4), (7, (4, 3), 7), (3, (3, 1), 2), (3, None, 12)],
+)
+def test_bytes_for_rounds_up_to_whole_bytes(n, fmt, wanted):
+    assert (FLOAT32 if fmt is None else FloatFormat(*fmt)).bytes_for(n) == wanted

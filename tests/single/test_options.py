@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from horovod_aps import FloatFormat
-from horovod_aps.options import FLOAT32, Options, WireFormat, as_wire_format
+from horovod_aps.formats import FLOAT32, FloatFormat
+from horovod_aps.options import Options, as_format
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ from horovod_aps.options import FLOAT32, Options, WireFormat, as_wire_format
         ({"bucket_mb": float("nan")}, ValueError, "bucket_mb must be in (0, 4096], got nan"),
         ({"bucket_mb": "16"}, TypeError, "bucket_mb must be a number, got str"),
         ({"overrides": "all"}, ValueError, "overrides must be a dict or \"auto\", got 'all'"),
-        ({"overrides": [("a", (4, 3))]}, TypeError, "overrides must be a dict or \"auto\", got list"),
+        ({"overrides": [("a", (4, 3))]}, TypeError, 'overrides must be a dict or "auto", got list'),
         ({"overrides": {3: (4, 3)}}, TypeError, "overrides keys must be name patterns, got 3"),
         ({"overrides": {"w": "fp8"}}, ValueError, "overrides['w'] must be an (e, m) pair or \"float32\", got 'fp8'"),
         ({"overrides": {"w": (0, 3)}}, ValueError, "must be in 1..8, got 0"),
@@ -55,7 +55,7 @@ def test_options_refuse_wrong_values(changes, error, text):
 def test_options_refuse_a_format_without_numbers():
     with pytest.raises(ValueError):
         Options(1, 0)
-    assert Options(1, 0, specials=False).default_format == WireFormat(1, 0, False)
+    assert Options(1, 0, specials=False).default_format == FloatFormat(1, 0, False)
 
 
 def test_options_accept_numpy_integers():
@@ -68,12 +68,12 @@ def test_options_accept_numpy_integers():
 @pytest.mark.parametrize(
     "name, n, wanted",
     [
-        ("conv1.weight", 1000, WireFormat(4, 3)),
+        ("conv1.weight", 1000, FloatFormat(4, 3)),
         ("conv1.bias", 1000, FLOAT32),
-        ("fc.weight", 1000, WireFormat(5, 2)),
+        ("fc.weight", 1000, FloatFormat(5, 2)),
         ("fc.bias", 1000, FLOAT32),  # the first match wins
         ("conv1.weight", 99, FLOAT32),  # by size
-        ("fc.weight", 99, WireFormat(5, 2)),  # an override beats min_elements
+        ("fc.weight", 99, FloatFormat(5, 2)),  # an override beats min_elements
     ],
 )
 def test_format_for_takes_first_override_then_size(name, n, wanted):
@@ -82,13 +82,15 @@ def test_format_for_takes_first_override_then_size(name, n, wanted):
 
 
 def test_overrides_inherit_specials():
-    assert Options(4, 3, specials=False, overrides={"w": (5, 2)}).format_for("w", 1) == WireFormat(5, 2, False)
-    assert as_wire_format(FloatFormat(5, 2), False, "x") == WireFormat(5, 2, True)
+    assert Options(4, 3, specials=False, overrides={"w": (5, 2)}).format_for("w", 1) == FloatFormat(5, 2, False)
+    assert as_format(FloatFormat(5, 2), False, "x") == FloatFormat(5, 2, True)
 
 
-def test_wire_format_bits_and_text():
-    assert (WireFormat(4, 3).bits, WireFormat(3, 0).bits, FLOAT32.bits) == (8, 4, 32)
-    assert (str(WireFormat(4, 3)), str(FLOAT32)) == ("e4m3", "float32")
+@pytest.mark.parametrize("fmt", [FLOAT32, FloatFormat(4, 3), FloatFormat(2, 1, specials=False)], ids=str)
+def test_overrides_take_a_format_as_text_and_as_itself(fmt):
+    ours = [Options(4, 3, overrides={"w": value}) for value in (fmt, str(fmt))]
+    assert [options.format_for("w", 1) for options in ours] == [fmt, fmt]
+    assert ours[0].fingerprint() == ours[1].fingerprint()
 
 
 def test_replace_checks_again():

@@ -23,7 +23,8 @@ from horovod_aps import doctor, kernels
 ROOT = Path(__file__).parents[2]
 ROUND_TRIP = """
 import numpy as np, horovod_aps
-from horovod_aps import cuda_kernels, kernels
+from horovod_aps import kernels
+from horovod_aps.kernels.cuda import source_folder
 assert horovod_aps.__file__.startswith({target!r}), horovod_aps.__file__
 assert horovod_aps.__version__ == "0.1.0"
 x = np.linspace(-3, 3, 1025, dtype=np.float32)
@@ -37,9 +38,9 @@ y = np.zeros_like(x)
 segs["data"] = y.ctypes.data
 k.decode(segs, [message])
 assert 0 < np.abs(x - y).max() <= 0.125
-assert (cuda_kernels.source_folder() / "aps_kernels.cu").is_file()
-assert (cuda_kernels.source_folder() / "aps_scalar.h").is_file()
-assert str(cuda_kernels.source_folder()).startswith({target!r})
+assert (source_folder() / "aps_kernels.cu").is_file()
+assert (source_folder() / "aps_codecs.h").is_file()
+assert str(source_folder()).startswith({target!r})
 fmt = horovod_aps.FloatFormat(4, 3)
 assert fmt.decode(fmt.encode(x)).shape == x.shape
 """
@@ -85,7 +86,7 @@ def test_packaging_wheel_and_sdist_work_without_the_checkout(tmp_path: Path) -> 
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     (sdist,) = (tmp_path / "dist").glob("*.tar.gz")
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {"horovod_aps/cuda/aps_kernels.cu", "horovod_aps/cuda/aps_scalar.h"} <= names
+    assert {f"horovod_aps/cuda/{name}" for name in ("aps_kernels.cu", "aps_codecs.h", "aps_scalar.h")} <= names
     assert not [name for name in names if name.startswith(("tests", "cuda/", "benchmarks"))]
     with tarfile.open(sdist) as archive:
         members = {name.split("/", 1)[-1] for name in archive.getnames()}
@@ -93,6 +94,8 @@ def test_packaging_wheel_and_sdist_work_without_the_checkout(tmp_path: Path) -> 
         "cuda/aps_cpu.cpp",
         "cuda/aps_cpu_kernels.inc",
         "cuda/aps_cpu_avx2.inc",
+        "cuda/aps_cpu_float.inc",
+        "cuda/aps_cpu_raw.inc",
         "cuda/aps_kernels.cu",
     } <= members
     install_and_try(wheel, tmp_path)

@@ -16,7 +16,7 @@ from horovod_aps import report
 from horovod_aps.engine.exchange import local_allreduce
 from horovod_aps.engine.layer import Layer
 from horovod_aps.kernels import EXP_ZERO, CpuKernels
-from horovod_aps.options import Options, as_wire_format
+from horovod_aps.options import Options, as_format
 
 VOID_TAGS = {"meta", "rect", "br"}
 
@@ -147,7 +147,7 @@ def test_suggested_overrides_are_accepted_and_match_only_their_layer() -> None:
     overrides = report.suggest_overrides({name: layer(error=0.3)})
     options = Options(4, 3, overrides=overrides)
     (value,) = overrides.values()
-    assert options.format_for(name, 1) == as_wire_format(value, True, "test")
+    assert options.format_for(name, 1) == as_format(value, True, "test")
     assert options.format_for("blocks0.convX", 1) == options.default_format
 
 

@@ -19,7 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import cuda_standin  # noqa: E402
 
-from horovod_aps.cuda_kernels import source_folder  # noqa: E402
+from horovod_aps.kernels.cuda import source_folder  # noqa: E402
 from horovod_aps.simulate import EmulatedOptimizer, _native, float_quantize, quant_gemm  # noqa: E402
 
 # One host thread per CUDA thread and a barrier for __syncthreads; blocks run one after the other, so that a

@@ -1,7 +1,7 @@
 """Number formats of 1 sign, e exponent and m mantissa bits: rounding to them, their codes, dense packing.
 
-A `FloatFormat` is what the user names a format by and what every layer of the exchange is encoded in. The
-methods here work on plain arrays in the format's own, unscaled domain; the exchange itself scales each layer
+A `FloatFormat` is what the user names a format by and what most layers of the exchange are encoded in. The
+array methods work on plain arrays in the format's own, unscaled domain; the exchange itself scales each layer
 first and calls the segment kernels. All arithmetic is in the native library (`horovod_aps.kernels`); this
 module checks arguments and takes NumPy arrays and torch tensors apart. It never imports torch.
 """
@@ -18,7 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from horovod_aps import kernels
+from horovod_aps.formats.base import Format
+from horovod_aps.kernels import arrays
+from horovod_aps.kernels.segments import BFLOAT16, DTYPE_CODES, FAMILY_FLOAT, SPECIALS, Table, packed_bytes
 
 MAX_EXP_BITS = 8
 MAX_MAN_BITS = 23
@@ -27,7 +29,7 @@ FINITE_SUFFIX = "-finite"
 
 
 @dataclass(frozen=True, init=False, repr=False)
-class FloatFormat:
+class FloatFormat(Format):
     """A floating-point format with 1 sign bit, `e` exponent bits (1..8) and `m` mantissa bits (0..23).
 
     The bias is 2^(e-1) - 1, and there are subnormals.
@@ -40,6 +42,8 @@ class FloatFormat:
     man_bits: int
     specials: bool
 
+    rounds_sums = True
+
     def __init__(self, e: int, m: int, specials: bool = True) -> None:
         exp_bits = _checked_int("e", e, 1, MAX_EXP_BITS)
         man_bits = _checked_int("m", m, 0, MAX_MAN_BITS)
@@ -47,8 +51,7 @@ class FloatFormat:
             raise TypeError(f"FloatFormat: specials must be True or False, got {specials!r}")
         if specials and exp_bits == 1 and man_bits == 0:
             raise ValueError(
-                "FloatFormat: m must be in 1..23 for e=1 with specials=True, got 0: "
-                "zero would be the only finite value"
+                "FloatFormat: m must be in 1..23 for e=1 with specials=True, got 0: zero would be the only finite value"
             )
         object.__setattr__(self, "exp_bits", exp_bits)
         object.__setattr__(self, "man_bits", man_bits)
@@ -61,13 +64,22 @@ class FloatFormat:
             raise TypeError(f"FloatFormat: text must be a string such as 'e4m3', got {text!r}")
         match = re.fullmatch(rf"e(\d)m(\d\d?)({FINITE_SUFFIX})?", text)
         if match is None:
-            raise ValueError(
-                f"FloatFormat: text must look like 'e4m3' or 'e2m1{FINITE_SUFFIX}', got {text!r}"
-            )
+            raise ValueError(f"FloatFormat: text must look like 'e4m3' or 'e2m1{FINITE_SUFFIX}', got {text!r}")
         return cls(int(match[1]), int(match[2]), specials=match[3] is None)
 
     def __str__(self) -> str:
-        return f"e{self.exp_bits}m{self.man_bits}" + ("" if self.specials else FINITE_SUFFIX)
+        return self.name + ("" if self.specials else FINITE_SUFFIX)
+
+    @property
+    def name(self) -> str:
+        """The format in statistics and messages: "e4m3", with specials or without."""
+        return f"e{self.exp_bits}m{self.man_bits}"
+
+    def describe(self, segment: Table | np.void) -> None:
+        """Exponent and mantissa bits, and the flag for specials."""
+        segment["family"], segment["codec"] = FAMILY_FLOAT, 0
+        segment["exp_bits"], segment["man_bits"] = self.exp_bits, self.man_bits
+        segment["flags"] = SPECIALS if self.specials else 0
 
     def __repr__(self) -> str:
         specials = "" if self.specials else ", specials=False"
@@ -102,6 +114,11 @@ class FloatFormat:
     def max_exponent(self) -> int:
         """floor(log2(max)): the binade of the largest value."""
         return (1 << self.exp_bits) - (2 if self.specials else 1) - self.bias
+
+    @property
+    def top_exponent(self) -> int:
+        """The exponent that a layer's largest gradient gets: `max_exponent`; 1 for e=1, which has only subnormals."""
+        return max(1, (1 << self.exp_bits) - (2 if self.specials else 1)) - self.bias
 
     @property
     def min_normal(self) -> float:
@@ -147,14 +164,12 @@ class FloatFormat:
         65536 in e6m2).
         """
         random = _checked_seed(rounding, seed)
-        return _apply_to_floats(x, lambda a, dtype: kernels.quantize_array(a, dtype, *self._key, random))
+        return _apply_to_floats(x, lambda a, dtype: arrays.quantize_array(a, dtype, *self._key, random))
 
     def encode(self, x: Any, rounding: str = "nearest", seed: int | None = None) -> Any:
         """Codes of `quantize(x)`, in `code_dtype`, shaped like x."""
         random = _checked_seed(rounding, seed)
-        return _apply_to_floats(
-            x, lambda a, dtype: kernels.encode_array(a, dtype, *self._key, random), codes=True
-        )
+        return _apply_to_floats(x, lambda a, dtype: arrays.encode_array(a, dtype, *self._key, random), codes=True)
 
     def decode(self, codes: Any) -> Any:
         """float32 values of integer codes, shaped like them.
@@ -162,7 +177,7 @@ class FloatFormat:
         Exact, except that e=8 without specials has a top binade beyond float32, which decodes to Inf.
         """
         array, wrap = _open(codes)
-        return wrap(kernels.decode_array(self._checked_codes(array), *self._key))
+        return wrap(arrays.decode_array(self._checked_codes(array), *self._key))
 
     def pack(self, codes: Any) -> Any:
         """The codes, densely packed: a flat string of ceil(n * bits / 8) uint8.
@@ -170,7 +185,7 @@ class FloatFormat:
         Code i has the bits from i * bits on, little-endian; the rest of the last byte is zero.
         """
         array, wrap = _open(codes)
-        return wrap(kernels.pack_codes(self._checked_codes(array).reshape(-1), self.bits))
+        return wrap(arrays.pack_codes(self._checked_codes(array).reshape(-1), self.bits))
 
     def unpack(self, packed: Any, n: int) -> Any:
         """The first n codes of what `pack` made (bytes, a uint8 array or tensor), flat, in `code_dtype`."""
@@ -180,13 +195,13 @@ class FloatFormat:
         if array.dtype != np.uint8:
             raise TypeError(f"FloatFormat: packed must be bytes or uint8, got {array.dtype}")
         count = _checked_int("n", n, 0, 2**60)
-        n_bytes = (count * self.bits + 7) // 8
+        n_bytes = packed_bytes(count, self.bits)
         if array.size < n_bytes:
             raise ValueError(
                 f"FloatFormat: packed must hold at least {n_bytes} bytes for n={count} codes "
                 f"of {self.bits} bits, got {array.size}"
             )
-        return wrap(kernels.unpack_codes(np.ascontiguousarray(array).reshape(-1)[:n_bytes], self.bits, count))
+        return wrap(arrays.unpack_codes(np.ascontiguousarray(array).reshape(-1)[:n_bytes], self.bits, count))
 
     @property
     def _key(self) -> tuple[int, int, bool]:
@@ -201,10 +216,11 @@ class FloatFormat:
             low, high = int(codes.min()), int(codes.max())
             if low < 0 or high >= 1 << self.bits:
                 got = low if low < 0 else high
-                raise ValueError(
-                    f"FloatFormat: codes must be in 0..{(1 << self.bits) - 1} for {self}, got {got}"
-                )
+                raise ValueError(f"FloatFormat: codes must be in 0..{(1 << self.bits) - 1} for {self}, got {got}")
         return np.ascontiguousarray(codes, dtype=self.code_dtype).reshape(codes.shape)
+
+
+FloatFormat.__module__ = "horovod_aps.formats"  # where users import it from, and pickles of older versions find it
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -267,7 +283,7 @@ def _apply_to_floats(x: Any, kernel: Callable[[np.ndarray[Any, Any], int], Any],
     array, wrap = _open(x)
     torch = _torch_of(x)
     bfloat16 = x.dtype == torch.bfloat16 if torch else array.dtype.name == "bfloat16"
-    dtype = kernels.BFLOAT16 if bfloat16 else _FLOAT_KINDS.get(array.dtype.newbyteorder("=").name)
+    dtype = BFLOAT16 if bfloat16 else DTYPE_CODES.get(array.dtype.newbyteorder("=").name)
     if dtype is None:
         raise TypeError(f"FloatFormat: x must be float32, float64, float16 or bfloat16, got {array.dtype}")
     native = array.view(np.uint16) if bfloat16 else array.astype(array.dtype.newbyteorder("="), copy=False)
@@ -278,6 +294,3 @@ def _apply_to_floats(x: Any, kernel: Callable[[np.ndarray[Any, Any], int], Any],
         tensor = torch.from_numpy(result.view(np.int16) if bfloat16 else result)
         return (tensor.view(torch.bfloat16) if bfloat16 else tensor).to(x.device)
     return result.view(array.dtype) if bfloat16 else result.astype(array.dtype, copy=False)
-
-
-_FLOAT_KINDS = {"float32": kernels.FLOAT32, "float64": kernels.FLOAT64, "float16": kernels.FLOAT16}
