@@ -148,7 +148,8 @@ class Exchange:
         """Change options between steps, in the same way on all ranks; overrides by hand put an end to "auto"."""
         self.options = self.options.replace(**changes)
         if "overrides" in changes:
-            self._is_auto, self._chooser = False, None
+            self._is_auto = changes["overrides"] == "auto"
+            self._chooser = AutoChooser(self.options) if self._is_auto else None
 
     def state(self) -> dict[str, Any]:
         """Residuals and schedule position, as plain arrays and numbers."""

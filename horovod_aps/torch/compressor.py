@@ -12,7 +12,7 @@ from horovod.torch import mpi_ops
 from horovod.torch.compression import Compressor
 
 from horovod_aps import carrier
-from horovod_aps.base import BaseCompressor
+from horovod_aps.base import NO_INSTANCE, BaseCompressor
 from horovod_aps.exchange import Exchange, Layer
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.torch import seam
@@ -74,8 +74,10 @@ class APSCompressor(BaseCompressor, Compressor):
 
     # ---- Horovod's interface ------------------------------------------------------------------------------
 
-    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Context | None]:
+    def compress(self, tensor: torch.Tensor | None = None) -> tuple[torch.Tensor, _Context | None]:
         """Mark a floating-point tensor for the exchange; others pass through, as with Horovod's compressors."""
+        if tensor is None:  # it is `self`: the class was passed, as one passes hvd.Compression.fp16
+            raise TypeError(NO_INSTANCE)
         if not tensor.dtype.is_floating_point or mpi_ops.size() == 1:
             return tensor, None
         if tensor.dtype not in DTYPE_CODES:

@@ -227,6 +227,12 @@ def test_disagreement_with_the_allreduce_transport(what):
     assert torch.all(hvd.allreduce(torch.ones(7), name="fresh", compression=APSCompressor(4, 3)) == 1)
 
 
+def test_class_instead_of_instance_is_named():
+    """As one writes compression=hvd.Compression.fp16; in a hook of an optimizer it is the same call."""
+    with pytest.raises(TypeError, match=r"not the class; write compression=APSCompressor\(e=4, m=3\)"):
+        hvd.allreduce(torch.ones(5), name="class", compression=APSCompressor)
+
+
 def test_error_feedback_wants_names():
     """Two tensors without a name would get each other's residuals."""
     with pytest.raises(ValueError, match=r"error_feedback must know.*give hvd.allreduce a name"):
