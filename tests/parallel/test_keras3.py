@@ -81,6 +81,19 @@ def test_overrides_know_variables_by_their_paths(run_eagerly, accumulation):
         "stem/kernel": "e4m3", "stem/bias": "e5m10", "fc/kernel": "float32", "fc/bias": "float32"}
 
 
+def test_overrides_in_a_sequential_model():
+    """Its variables' paths begin with the model's name, so that docs/choosing.md's pattern has a star in front."""
+    layers = [keras.layers.Dense(32, name="stem"), keras.layers.Dense(10, name="fc")]
+    model = keras.Sequential([keras.Input((64,)), *layers])
+    compressor = APSCompressor(4, 3, overrides={"*fc/*": "float32"})
+    model.compile(DistributedOptimizer(keras.optimizers.SGD(0.1), compressor), loss=LOSS)
+    x, y, _, _ = digits(0)
+    model.fit(x[:16], y[:16], batch_size=16, verbose=0)
+    formats = {name: row["format"] for name, row in compressor.stats()["layers"].items()}
+    assert formats == {f"{model.name}/{name}": fmt for name, fmt in (
+        ("stem/kernel", "e4m3"), ("stem/bias", "e4m3"), ("fc/kernel", "float32"), ("fc/bias", "float32"))}
+
+
 @pytest.mark.parametrize("compression", [None, hvd.Compression.fp16, APSCompressor(4, 3)], ids=["none", "fp16", "aps"])
 def test_fit_reduces_and_keeps_replicas_identical(compression):
     """Oracle: one rank alone on the data of all ranks, which is what averaging gradients amounts to."""
@@ -395,6 +408,31 @@ def test_tape_takes_keras_variables(graph, groups):
     assert list(nested) == list(by_name)
     alone = gradients(DistributedGradientTape, hvd.Compression.none, variables[0])
     np.testing.assert_allclose(alone.numpy(), nested["0"].numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_tape_takes_sparse_gradients_in_groups_in_any_order(graph, groups):
+    """Dense, unused, sparse, dense. Oracle: gradients by hand; Horovod's own tape fails on that order."""
+    dense, idle, table, last = (keras.Variable(np.ones(shape, np.float32)) for shape in ((3,), (2,), (5, 2), (4,)))
+
+    def gradients(compression):
+        with tf.GradientTape() as tape:
+            rows = tf.gather(table.value, [hvd.rank(), 4])
+            loss = (tf.reduce_sum(dense) + tf.reduce_sum(rows) + 2 * tf.reduce_sum(last)) * (hvd.rank() + 1.0)
+        tape = DistributedGradientTape(tape, compression=compression, groups=groups)
+        return tape.gradient(loss, [dense, idle, table, last])
+
+    for compression in (APSCompressor(5, 10), hvd.Compression.none):
+        first, none, sparse, second = (tf.function(gradients) if graph else gradients)(compression)
+        mean = (hvd.size() + 1) / 2
+        assert none is None and isinstance(sparse, tf.IndexedSlices)
+        np.testing.assert_allclose(first.numpy(), np.full(3, mean), rtol=1e-3)
+        np.testing.assert_allclose(second.numpy(), np.full(4, 2 * mean), rtol=1e-3)
+        wanted = np.zeros((5, 2), np.float32)
+        for rank in range(hvd.size()):
+            wanted[[rank, 4]] += (rank + 1) / hvd.size()
+        np.testing.assert_allclose(tf.convert_to_tensor(sparse).numpy(), wanted, rtol=1e-6)
 
 
 def test_tape_knows_local_sources_and_groups_of_keras_variables():
