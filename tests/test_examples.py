@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import re
 import subprocess
@@ -455,7 +456,9 @@ def test_wrong_flag_is_left_to_rank_0(monkeypatch: pytest.MonkeyPatch, capsys: p
         assert len(waits) == n_waits
 
 
-def test_checks_report_trouble_of_any_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_checks_report_trouble_of_any_rank(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What rank 0 of two says when it is fine and the other rank is not, and the other way round."""
 
     class World:
@@ -467,9 +470,12 @@ def test_checks_report_trouble_of_any_rank(capsys: pytest.CaptureFixture[str]) -
 
     with common.checks(World(0, None)):
         pass
+    logger = logging.getLogger("horovod_aps")
+    monkeypatch.setattr(logger, "level", logging.WARNING)
     with pytest.raises(SystemExit, match="1"), common.checks(World(0, "rank 1 on b: no such folder")):
         pass
     assert capsys.readouterr().err == "rank 1 on b: no such folder\n"
+    assert not logger.isEnabledFor(logging.WARNING)  # such as that the compressor was never used
     with pytest.raises(SystemExit, match="1"), common.checks(World(1, None)):
         common.fail("no such folder")
     assert capsys.readouterr().err == ""
