@@ -1,14 +1,16 @@
 """Does training survive 8, 6 or 4 bits? N emulated ranks, every format, with and without APS.
 
-    python benchmarks/accuracy.py             # all runs; continues where it stopped
-    python benchmarks/accuracy.py --report    # tables and plot from the results so far
+    python benchmarks/accuracy.py --data-dir data    # all runs; continues where it stopped
+    python benchmarks/accuracy.py --report           # tables and plot from the results so far
+    python benchmarks/accuracy.py --show             # the tables that are shipped; nothing runs
     python benchmarks/accuracy.py --tasks classification --formats 4,3 --variants fp32 aps --seeds 1
 
 Every run trains from the same initial weights on the same batches as the runs of other variants with its
 seed; only the gradient exchange differs, and it is the real one (horovod_aps.simulate.EmulatedOptimizer).
-Photographs are read from ../shared/data beside the repository, or from --data-dir; without them both tasks are
-made of digits. Results go to `accuracy_<task>.json` after every run (one process per task uses two cores), then
-to `accuracy.md` and `accuracy.png`; runs on other data, or with other ranks or epochs, get tables of their own.
+Photographs are read from `cifar10-small` and `camvid-small` in --data-dir; without --data-dir both tasks are made of
+scikit-learn's digits, so figures are others. Results go to `accuracy_<task>.json` after every run (one process per task
+uses two cores), then to `accuracy.md` and `accuracy.png`, all in out/studies or --out; runs on other data, or with
+other ranks or epochs, get tables of their own.
 """
 
 import argparse
@@ -22,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy_tasks import TASKS, Task, load
-from studies import ROOT, Records, parse_arguments, pyplot, save, values
+from accuracy_tasks import TASKS, Task, folder_of, load
+from studies import Records, parse_arguments, pyplot, save, show, values
 
 from horovod_aps.predict import parse_format
 from horovod_aps.simulate import EmulatedOptimizer
@@ -39,7 +41,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "stochastic": {"rounding": "stochastic"},
     "feedback": {"error_feedback": True},
 }
-DATA = ROOT.parent / "shared" / "data"
 SETTING = ("task", "source", "ranks", "epochs")  # runs are compared within one
 RECIPES = {
     "classification": {"epochs": 6, "batch": 128, "lr": 0.1},
@@ -105,14 +106,18 @@ def read_records(folder: Path, task: str) -> Records:
 def study(arguments: argparse.Namespace) -> None:
     """Run what is missing; a file per task, so that two processes can share the work."""
     tasks: dict[str, Task] = {}
-    for run in planned(arguments):
+    n_known = 0
+    runs = planned(arguments)
+    for run in runs:
         if run["task"] not in tasks:
-            tasks[run["task"]] = load(run["task"], arguments.data_dir)
+            task = tasks[run["task"]] = load(run["task"], arguments.data_dir)
+            print(f"{run['task']} of {task.source}: {len(task.train_y)} images to train on, {len(task.test_y)} to test")
         task, path = tasks[run["task"]], arguments.out / f"accuracy_{run['task']}.json"
         records = read_records(arguments.out, run["task"])
         epochs = arguments.epochs or RECIPES[run["task"]]["epochs"]
         run |= {"source": task.source, "ranks": arguments.ranks, "epochs": epochs}
         if any(all(record.get(key) == value for key, value in run.items()) for record in records):
+            n_known += 1
             continue
         start = time.monotonic()
         e, m = (4, 3) if run["variant"] == "fp32" else (run["e"], run["m"])
@@ -126,6 +131,8 @@ def study(arguments: argparse.Namespace) -> None:
             f"{run['task']:15} {run['variant']:10} ({run['e']},{run['m']}) seed {run['seed']}: {score:.4f}",
             flush=True,
         )
+    if n_known:
+        print(f"{n_known} of {len(runs)} runs were in {arguments.out} already and were not run again")
 
 
 def settings(records: Records) -> list[Records]:
@@ -240,8 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--data-dir",
         type=Path,
-        default=DATA,
-        help="holds cifar10-small and camvid-small; digits otherwise (../shared/data beside the repository)",
+        help="holds cifar10-small and camvid-small (default: train on scikit-learn's digits instead)",
     )
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--formats", type=parse_format, nargs="+", default=list(FORMATS), metavar="E,M")
@@ -250,7 +256,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--epochs", type=int, help="default: 6 and 12")
     arguments = parse_arguments(parser, argv)
+    if arguments.show:
+        return show("accuracy")
     if not arguments.report:
+        for task in arguments.tasks if arguments.data_dir else ():
+            if not folder_of(task, arguments.data_dir).is_dir():
+                parser.error(f"--data-dir: {folder_of(task, arguments.data_dir)} is not a folder; see --help")
         study(arguments)
     records = [record for task in TASKS for record in read_records(arguments.out, task)]
     if not records:

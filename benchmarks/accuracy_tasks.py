@@ -1,8 +1,8 @@
 """The two tasks of the accuracy study: classify small photographs, segment street scenes; models that train
 on a CPU.
 
-`load(task, data_dir)` reads the CIFAR-10 and CamVid subsets if `data_dir` has them (README of the examples
-tells the layout) and otherwise makes both tasks from scikit-learn's digits, so that the study runs anywhere.
+`load(task, data_dir)` reads the CIFAR-10 and CamVid subsets from `data_dir` (README tells the layout); without one it
+makes both tasks from scikit-learn's digits, so that the study runs anywhere.
 """
 
 from dataclasses import dataclass
@@ -102,15 +102,21 @@ def _block(n_in: int, n_out: int) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(n_in, n_out, 3, padding=1, bias=False), nn.GroupNorm(4, n_out), nn.ReLU())
 
 
+def folder_of(task: str, data_dir: Path) -> Path:
+    """Where the photographs of a task are."""
+    return data_dir / {"classification": "cifar10-small", "segmentation": "camvid-small"}[task]
+
+
 def load(task: str, data_dir: Path | None) -> Task:
-    """The task's data, photographs if they are there."""
+    """The task's data: photographs from `data_dir`, or digits if that is None."""
     if task not in TASKS:
         raise ValueError(f"load: task must be one of {', '.join(TASKS)}, got {task!r}")
-    folder = {"classification": "cifar10-small", "segmentation": "camvid-small"}[task]
-    if data_dir is not None and (data_dir / folder).is_dir():
-        read = _read_classes if task == "classification" else _read_scenes
-        return read(data_dir / folder)
-    return _digits() if task == "classification" else _digit_scenes()
+    if data_dir is None:
+        return _digits() if task == "classification" else _digit_scenes()
+    folder = folder_of(task, data_dir)
+    if not folder.is_dir():
+        raise ValueError(f"load: {folder} must be a folder of photographs")
+    return _read_classes(folder) if task == "classification" else _read_scenes(folder)
 
 
 def _image(path: Path, size: tuple[int, int] | None = None) -> np.ndarray:

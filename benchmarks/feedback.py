@@ -1,8 +1,9 @@
 """What does error feedback buy at 4 bits? Every run is paired with the fp32 run of its seed.
 
-    python benchmarks/feedback.py                              # all runs, a quarter of an hour
-    python benchmarks/feedback.py --report                     # tables, claims and plot from its results
-    python benchmarks/feedback.py --seeds 2 --out out/study    # a quick look
+    python benchmarks/feedback.py              # all runs, a quarter of an hour; results in out/studies
+    python benchmarks/feedback.py --report     # tables, claims and plot from its results
+    python benchmarks/feedback.py --seeds 2    # a quick look
+    python benchmarks/feedback.py --show       # the tables that are shipped
 
 A network of one hidden layer learns scikit-learn's digits on N emulated ranks through the real exchange. It has
 no batch normalisation and the same batches in every run, so a run follows its fp32 twin closely, and what rounding
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from accuracy_tasks import Task, load
-from studies import Records, parse_arguments, pyplot, save, values
+from studies import Records, parse_arguments, pyplot, save, show, values
 from torch import nn
 
 from horovod_aps.simulate import EmulatedOptimizer
@@ -133,6 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8])
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     arguments = parse_arguments(parser, argv)
+    if arguments.show:
+        return show("feedback")
     path = arguments.out / "feedback.json"
     if not arguments.report:
         torch.set_num_threads(1)  # layers are too small to share

@@ -1,8 +1,9 @@
 """How the error of a gradient sum grows with the number of ranks, for every way of summing in low precision.
 
-    python benchmarks/roundoff.py                                                   # N = 2..256, a few minutes
-    python benchmarks/roundoff.py --report                                          # tables and plot again
-    python benchmarks/roundoff.py --ranks 2 8 --elements 200 --out out/study        # a quick look
+    python benchmarks/roundoff.py                                 # N = 2..256, a few minutes; results in out/studies
+    python benchmarks/roundoff.py --report                        # tables and plot again
+    python benchmarks/roundoff.py --ranks 2 8 --elements 200      # a quick look
+    python benchmarks/roundoff.py --show                          # the tables that are shipped
 
 Relative error ||s - exact|| / ||exact|| of the sum against float64, for
   ring      the paper's sum: shared exponent of max|g|*N, re-rounded after every addition, in rank order
@@ -23,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from studies import Records, parse_arguments, pyplot, save, values
+from studies import Records, parse_arguments, pyplot, save, show, values
 
 from horovod_aps.engine.exchange import local_allreduce
 from horovod_aps.engine.layer import Layer
@@ -149,6 +150,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--elements", type=int, default=16384)
     parser.add_argument("--seeds", type=int, default=1)
     arguments = parse_arguments(parser, argv)
+    if arguments.show:
+        return show("roundoff")
     path = arguments.out / "roundoff.json"
     if not arguments.report:
         command = (

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
+import random
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
-from horovod_aps import config, report
+from horovod_aps import config
 from horovod_aps.options import Options
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp")  # what both frameworks read
@@ -34,11 +36,28 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        if launcher_rank() == 0:
-            print(f"{self.prog}: {message}\nTry {self.prog} --help", file=sys.stderr)
-        else:
-            time.sleep(10)  # a launcher ends all ranks with the first that leaves: that is to be rank 0
-        sys.exit(2)
+        refuse(f"{message}\nTry {self.prog} --help")
+
+
+def refuse(message: str) -> NoReturn:
+    """Stop because of what all ranks see alike, such as a wrong flag, with one message and before any of them waits."""
+    if launcher_rank() == 0:
+        print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    else:
+        time.sleep(10)  # a launcher ends all ranks with the first that leaves: that is to be rank 0
+    sys.exit(2)
+
+
+@contextlib.contextmanager
+def needs_torchvision() -> Iterator[None]:
+    """For its import: a build that does not belong to the torch that is there cannot be loaded."""
+    try:
+        yield
+    except (ImportError, RuntimeError, OSError) as error:
+        refuse(
+            f"torchvision cannot be imported ({error}); install the build that belongs to your torch, from where that "
+            f"came from. pytorch_digits.py does without it."
+        )
 
 
 def fail(message: str) -> NoReturn:
@@ -61,6 +80,7 @@ def checks(hvd: Any) -> Iterator[None]:
     if hvd.rank() == 0:
         print(problems[0], file=sys.stderr, flush=True)
     hvd.allgather_object(None, name="checks.end")  # nobody leaves before rank 0 has spoken
+    logging.getLogger("horovod_aps").setLevel(logging.ERROR)  # that nothing was trained then is no news
     sys.exit(1)
 
 
@@ -134,15 +154,22 @@ def add_training_flags(
         action="store_true",
         help="compute in float16 on GPUs (with loss scaling) and in bfloat16 on CPUs",
     )
-    group.add_argument("--max-steps", type=integer(1), metavar="N", help="stop after N steps, to try things out")
     group.add_argument(
-        "--synthetic", action="store_true", help="train on random data; no data folder is needed"
+        "--max-steps",
+        type=integer(1),
+        metavar="N",
+        help="stop after N steps, to try things out; large validation data are sampled then, N batches per rank",
+    )
+    group.add_argument(
+        "--synthetic", action="store_true", help="train on made-up data; no data folder is needed"
     )
     group.add_argument("--seed", type=integer(0, 2**32 - 1), default=42, help="of initialisation and shuffling")
     group.add_argument("--no-cuda", action="store_true", help="do not use GPUs")
     group = parser.add_argument_group("files, written by rank 0")
-    group.add_argument("--checkpoint", type=Path, metavar="FILE", help="saved after every epoch")
-    group.add_argument("--resume", action="store_true", help="go on from --checkpoint, if it exists")
+    group.add_argument("--checkpoint", type=Path, metavar="FILE", help="saved after every epoch, and at the end")
+    group.add_argument(
+        "--resume", action="store_true", help="go on from --checkpoint, if it exists, as if never interrupted"
+    )
     group.add_argument("--log-dir", metavar="DIR", help="write TensorBoard logs there")
 
 
@@ -227,8 +254,46 @@ def finish(args: argparse.Namespace, compressor: Any, rank: int) -> None:
             flush=True,
         )
     if args.aps_report:
-        report.write(stats, args.aps_report, Path(sys.argv[0]).name)
+        compressor.report(args.aps_report, title=Path(sys.argv[0]).name)
         print(f"Report: {args.aps_report}", flush=True)
+
+
+# ---- Progress ----
+
+
+def progress(total: int, rank: int, desc: str | None = None, done: int = 0) -> Any:
+    """A bar on rank 0's terminal; where there is none, as in a log or under a launcher, a line every half minute."""
+    from tqdm import tqdm
+
+    if sys.stderr.isatty():
+        return tqdm(total=total, initial=done, desc=desc, disable=rank != 0)
+    seconds = 30
+    return tqdm(
+        total=total,
+        initial=done,
+        desc=desc,
+        disable=rank != 0,
+        file=_Lines(sys.stderr),
+        delay=seconds,
+        mininterval=seconds,
+        maxinterval=seconds,
+        miniters=1,
+        ncols=80,
+    )
+
+
+class _Lines:
+    """A stream for tqdm that gets lines instead of a line that is written over again and again."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> None:
+        if text.strip():
+            self.stream.write(f"{text.strip()}\n")
+
+    def flush(self) -> None:
+        self.stream.flush()
 
 
 # ---- Data folders ----
@@ -261,6 +326,23 @@ def check_batches(n_batches: int, n_images: int, batch_size: int, size: int) -> 
         fail(
             f"{n_images} images make no batch of {batch_size} on each of {size} ranks; use a smaller --batch-size"
         )
+
+
+def validation_sample(n_images: int, n_wanted: int | None, seed: int) -> list[int]:
+    """All images to validate on, or as many as wanted, picked at random: files lie sorted by class.
+
+    The same in every run with this seed, and on all ranks, which share it among them.
+    """
+    if n_wanted is None or n_wanted >= n_images:
+        return list(range(n_images))
+    return random.Random(seed).sample(range(n_images), n_wanted)
+
+
+def judged_on(n_images: int, n_all: int, made_up: bool) -> str:
+    """What a score says something about, for people."""
+    if made_up:
+        return f"on {n_images:,} images of noise with random labels: not meaningful"
+    return f"on all {n_all:,} images" if n_images == n_all else f"on {n_images:,} images picked from {n_all:,}"
 
 
 # ---- Checkpoints ----

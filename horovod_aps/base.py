@@ -13,10 +13,12 @@ import numpy as np
 
 from horovod_aps import report
 from horovod_aps.engine.exchange import Exchange
+from horovod_aps.formats import FloatFormat
 from horovod_aps.log import logger
 from horovod_aps.options import AUTO_CANDIDATES, Options
 
 _ids = itertools.count()
+NO_INSTANCE = "APSCompressor: compression must be an instance, not the class; write compression=APSCompressor(e=4, m=3)"
 
 
 class ExchangeKey(NamedTuple):
@@ -83,6 +85,8 @@ class BaseCompressor:
         self._exchanges: dict[ExchangeKey, Exchange] = {}
         self._retired: dict[ExchangeKey, Exchange] = {}
         self._loaded: dict[str, Any] | None = None
+        self._made_with = self._options
+        self._changes: dict[str, Any] = {}  # by set_format, since then
         self._looked = False
 
     def __repr__(self) -> str:
@@ -142,6 +146,7 @@ class BaseCompressor:
         if overrides is not None:
             changes["overrides"] = dict(overrides)
         self._options = self._options.replace(**changes)
+        self._changes |= {name: getattr(self._options, name) for name in changes}
         for exchange in self._exchanges.values():
             exchange.change(changes)
 
@@ -172,16 +177,23 @@ class BaseCompressor:
         report.write(self.stats(), path, title)
 
     def state_dict(self) -> dict[str, Any]:
-        """Residuals and schedule position of this rank; each rank saves its own, for residuals differ."""
+        """Residuals, schedule position and what `set_format` has set; each rank saves its own, for residuals differ."""
         exchanges = [*self._retired.values(), *self._exchanges.values()]
+        changes = {"set_format": {name: _plain(value) for name, value in self._changes.items()}}
         if not exchanges:
-            return dict(self._loaded or {"step_number": 0, "residuals": {}, "overrides": None, "auto": None})
+            empty = {"step_number": 0, "residuals": {}, "overrides": None, "auto": None}
+            return (self._loaded or empty) | changes
         states = [exchange.state() for exchange in exchanges]
-        return {"step_number": max(state["step_number"] for state in states),
+        return {"step_number": max(state["step_number"] for state in states), **changes,
                 **{key: self._merge(state[key] for state in states) for key in ("residuals", "overrides", "auto")}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict()`; a resumed run equals an uninterrupted one bit for bit."""
+        """Go on from a `state_dict()`; a resumed run equals an uninterrupted one bit for bit.
+
+        What `set_format` had set comes back; all other options stay as this compressor was made with.
+        """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"APSCompressor: state must be what state_dict() returns, got {type(state).__name__}")
         missing = {"step_number", "residuals", "overrides"} - set(state)
         if missing:
             raise ValueError(f"APSCompressor: state has no {', '.join(sorted(missing))}")
@@ -189,14 +201,35 @@ class BaseCompressor:
         self._loaded = {"step_number": int(state["step_number"]), "residuals": residuals,
                         "overrides": state["overrides"], "auto": state.get("auto")}
         self._retired = {}
+        if "set_format" in state:  # older states do not know
+            self._changes = {name: _unplain(value) for name, value in state["set_format"].items()}
+            self._options = self._made_with.replace(**self._changes)
         for exchange in self._exchanges.values():
+            if "set_format" in state:
+                exchange.change({name: getattr(self._options, name) for name in ("e", "m", "overrides")})
             exchange.load_state(self._loaded)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy takes along options and state, never communicators."""
-        return {"options": self._options, "state": self.state_dict()}
+        return {"options": self._made_with, "state": self.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._options = state["options"]
         self._start()
         self.load_state_dict(state["state"])
+
+
+def _plain(value: Any) -> Any:
+    """A number, or overrides with every format as text or numbers, which all kinds of checkpoints can hold."""
+    if isinstance(value, Mapping):
+        return {pattern: str(fmt) if isinstance(fmt, FloatFormat) else fmt for pattern, fmt in value.items()}
+    return value
+
+
+def _unplain(value: Any) -> Any:
+    """What `_plain` was given; JSON has made lists of pairs."""
+    if isinstance(value, Mapping):
+        return {pattern: _unplain(fmt) for pattern, fmt in value.items()}
+    if isinstance(value, str) and value != "float32":
+        return FloatFormat.parse(value)
+    return tuple(value) if isinstance(value, list) else value

@@ -12,19 +12,31 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import common
+
+
+def parse() -> argparse.Namespace:
+    parser = common.Parser("PyTorch digits example with APS gradient compression")
+    common.add_training_flags(parser, epochs=10, batch_size=32, base_lr=0.025, warmup_epochs=1)
+    common.add_compression_flags(parser)
+    args = common.parse(parser)
+    args.workers = 0
+    return args
+
+
+if __name__ == "__main__":
+    ARGS = parse()  # before the frameworks, whose import takes seconds: --help and a wrong flag need not wait
+
 import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
+import training
 from sklearn.datasets import load_digits
-from torch.utils.data import Dataset, TensorDataset
-from tqdm import tqdm
+from torch.utils.data import TensorDataset
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import common  # noqa: E402
-import training  # noqa: E402
-
-from horovod_aps.torch import APSCompressor  # noqa: E402
+from horovod_aps.torch import APSCompressor
 
 
 class Net(torch.nn.Module):
@@ -42,11 +54,13 @@ class Net(torch.nn.Module):
         return self.fc2(F.relu(self.fc1(x.flatten(1))))
 
 
-def make_data(args: argparse.Namespace) -> tuple[Dataset[Any], Dataset[Any]]:
-    """Every fifth digit is for testing; --synthetic takes noise instead."""
+def make_data(args: argparse.Namespace) -> tuple[TensorDataset, TensorDataset]:
+    """Every fifth digit is for testing; --synthetic takes ten random patterns under noise instead."""
     if args.synthetic:
         generator = torch.Generator().manual_seed(args.seed)
-        images, labels = torch.rand(1000, 1, 8, 8, generator=generator), torch.arange(1000) % 10
+        labels = torch.randint(10, (1000,), generator=generator)
+        patterns, noise = (torch.rand(n, 1, 8, 8, generator=generator) for n in (10, 1000))
+        images = (3 * (patterns > 0.7)[labels] + noise) / 4
     else:
         pixels, classes = load_digits(return_X_y=True)
         images, labels = (
@@ -57,17 +71,13 @@ def make_data(args: argparse.Namespace) -> tuple[Dataset[Any], Dataset[Any]]:
     return TensorDataset(images[~is_test], labels[~is_test]), TensorDataset(images[is_test], labels[is_test])
 
 
-def main() -> None:
-    parser = common.Parser("PyTorch digits example with APS gradient compression")
-    common.add_training_flags(parser, epochs=10, batch_size=32, base_lr=0.025, warmup_epochs=1)
-    common.add_compression_flags(parser)
-    args = common.parse(parser)
-    args.workers = 0
+def main(args: argparse.Namespace) -> None:
     # Horovod: initialize library.
     hvd.init()
     device = training.pick_device(args)
     with common.checks(hvd):
-        train_loader, test_loader, sampler = training.loaders(*make_data(args), args, device)
+        train_data, test_data = make_data(args)
+        train_loader, test_loader, sampler = training.loaders(train_data, test_data, args, device)
     model = Net().to(device)
     amp = training.MixedPrecision(args.mixed_precision, device)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=args.base_lr, momentum=0.9)
@@ -80,10 +90,11 @@ def main() -> None:
     log = training.Log(args.log_dir)
     n_batches = len(train_loader)
     last_step = min(args.epochs * n_batches, args.max_steps or sys.maxsize)
-    with tqdm(total=last_step, initial=step, disable=hvd.rank() != 0) as bar:
+    with common.progress(last_step, hvd.rank(), done=step) as bar:
         while step < last_step:
             model.train()
-            sampler.set_epoch(step // n_batches)
+            epoch, n_done = divmod(step, n_batches)
+            sampler.start(epoch, n_done * args.batch_size)  # after --resume maybe in the middle
             for images, labels in train_loader:
                 for group in optimizer.param_groups:
                     group["lr"] = common.learning_rate(args, step / n_batches, hvd.size(), "poly")
@@ -107,10 +118,11 @@ def main() -> None:
             log.add(step, train_loss=loss.item(), test_accuracy=top1)
             training.save_checkpoint(args.checkpoint, model, optimizer, amp, step, compression)
             if hvd.rank() == 0:
-                bar.write(f"step {step}: test accuracy {top1:.2%}")
+                judged = common.judged_on(len(test_data), len(test_data), made_up=False)
+                bar.write(f"step {step}: test accuracy {top1:.2%} {judged}")
     log.close()
     common.finish(args, compression, hvd.rank())
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGS)

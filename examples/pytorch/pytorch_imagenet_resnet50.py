@@ -13,19 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd
-import torch
-import torch.nn.functional as F
-from torch.utils.data import Dataset
-from torchvision import datasets, models, transforms
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import common  # noqa: E402
-import training  # noqa: E402
-
-from horovod_aps.torch import APSCompressor  # noqa: E402
+import common
 
 
 def parse() -> argparse.Namespace:
@@ -43,22 +33,31 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--weight-decay", type=float, default=5e-5)
     common.add_training_flags(parser, epochs=90, batch_size=32, base_lr=0.0125, warmup_epochs=5)
     common.add_compression_flags(parser)
-    args = common.parse(parser)
-    if args.model not in models.list_models(module=models):
-        parser.error(
-            f"--model must be a torchvision classifier such as resnet18 or vgg16, got {args.model!r}"
-        )
-    return args
+    return common.parse(parser)
 
 
-def make_data(args: argparse.Namespace) -> tuple[Dataset[Any], Dataset[Any], int]:
+if __name__ == "__main__":
+    ARGS = parse()  # before the frameworks, whose import takes seconds: --help and a wrong flag need not wait
+
+import horovod.torch as hvd
+import torch
+import torch.nn.functional as F
+import training
+
+from horovod_aps.torch import APSCompressor
+
+with common.needs_torchvision():
+    from torchvision import datasets, models, transforms
+
+
+def make_data(args: argparse.Namespace) -> tuple[Any, Any, int]:
     """Training data, validation data and the number of classes."""
     side = args.image_size
     if args.synthetic:
-        shape = (3, side, side)
+        shape, n_train = (3, side, side), 64 * args.batch_size
         return (
-            datasets.FakeData(64 * args.batch_size, shape, 1000, transforms.ToTensor()),
-            datasets.FakeData(8 * args.batch_size, shape, 1000, transforms.ToTensor()),
+            training.Augmented(datasets.FakeData(n_train, shape, 1000, transforms.ToTensor()), args.seed),
+            datasets.FakeData(8 * args.batch_size, shape, 1000, transforms.ToTensor(), random_offset=n_train),
             1000,
         )
     classes = common.check_image_folder(args.train_dir, "--train-dir")
@@ -70,7 +69,8 @@ def make_data(args: argparse.Namespace) -> tuple[Dataset[Any], Dataset[Any], int
     test = transforms.Compose(
         [transforms.Resize(round(side / 0.875)), transforms.CenterCrop(side), *to_tensor]
     )
-    return datasets.ImageFolder(args.train_dir, train), datasets.ImageFolder(args.val_dir, test), len(classes)
+    augmented = training.Augmented(datasets.ImageFolder(args.train_dir, train), args.seed)
+    return augmented, datasets.ImageFolder(args.val_dir, test), len(classes)
 
 
 def logits(output: Any) -> torch.Tensor:
@@ -78,14 +78,13 @@ def logits(output: Any) -> torch.Tensor:
     return output if isinstance(output, torch.Tensor) else output.logits
 
 
-def evaluate(
-    model: torch.nn.Module, loader: Any, device: torch.device, args: argparse.Namespace
-) -> tuple[float, float]:
+def evaluate(model: torch.nn.Module, loader: Any, device: torch.device) -> tuple[float, float]:
     """Loss and top-1 accuracy over the validation data of all ranks."""
+    training.share_statistics(model)
     model.eval()
     loss, accuracy = training.Mean("val.loss"), training.Mean("val.accuracy")
     with torch.no_grad():
-        for images, labels in training.first_batches(loader, args.max_steps):
+        for images, labels in loader:
             images, labels = images.to(device), labels.to(device)
             output = logits(model(images))
             loss.update(F.cross_entropy(output, labels), len(labels))
@@ -93,14 +92,16 @@ def evaluate(
     return loss.over_ranks(), accuracy.over_ranks()
 
 
-def main() -> None:
-    args = parse()
+def main(args: argparse.Namespace) -> None:
+    if args.model not in models.list_models(module=models):
+        common.refuse(f"--model must be a torchvision classifier such as resnet18 or vgg16, got {args.model!r}")
     # Horovod: initialize library.
     hvd.init()
     device = training.pick_device(args)
     with common.checks(hvd):
         train_data, val_data, n_classes = make_data(args)
-        train_loader, val_loader, sampler = training.loaders(train_data, val_data, args, device)
+        sample = training.sample_of(val_data, args, args.batch_size)
+        train_loader, val_loader, sampler = training.loaders(train_data, sample, args, device)
     model = models.get_model(args.model, num_classes=n_classes).to(device)
     amp = training.MixedPrecision(args.mixed_precision, device)
     optimizer: Any = torch.optim.SGD(
@@ -113,17 +114,18 @@ def main() -> None:
     )
     step = training.restore(args, model, optimizer, amp, compression)
     log = training.Log(args.log_dir)
-    last_step = min(args.epochs * len(train_loader), args.max_steps or sys.maxsize)
-
-    for epoch in range(step // len(train_loader), args.epochs):
-        if step >= last_step:
-            break
+    n_batches = len(train_loader)
+    last_step = min(args.epochs * n_batches, args.max_steps or sys.maxsize)
+    while step < last_step:
+        epoch, n_done = divmod(step, n_batches)
         model.train()
-        sampler.set_epoch(epoch)
+        sampler.start(epoch, n_done * args.batch_size)  # after --resume maybe in the middle
+        train_data.epoch = epoch
         train_loss = training.Mean("train.loss")
-        with tqdm(total=len(train_loader), desc=f"epoch {epoch + 1}", disable=hvd.rank() != 0) as bar:
-            for batch, (images, labels) in enumerate(train_loader):
-                rate = common.learning_rate(args, epoch + batch / len(train_loader), hvd.size(), "step")
+        with common.progress(n_batches, hvd.rank(), f"epoch {epoch + 1}", n_done) as bar:
+            for images, labels in train_loader:
+                training.seed_step(args, step)
+                rate = common.learning_rate(args, step / n_batches, hvd.size(), "step")
                 for group in optimizer.param_groups:
                     group["lr"] = rate
                 images, labels = images.to(device), labels.to(device)
@@ -137,14 +139,15 @@ def main() -> None:
                 bar.update()
                 if step >= last_step:
                     break
-        val_loss, accuracy = evaluate(model, val_loader, device, args)
+        val_loss, accuracy = evaluate(model, val_loader, device)
         mean_loss = train_loss.over_ranks()
         log.add(step, train_loss=mean_loss, train_rate=rate, val_loss=val_loss, val_accuracy=accuracy)
         training.save_checkpoint(args.checkpoint, model, optimizer, amp, step, compression)
         if hvd.rank() == 0:
+            judged = common.judged_on(len(sample), len(val_data), args.synthetic)
             print(
                 f"epoch {epoch + 1}: step {step}, train loss {mean_loss:.3f}, val loss {val_loss:.3f}, "
-                f"top-1 {accuracy:.2%}",
+                f"top-1 {accuracy:.2%} {judged}",
                 flush=True,
             )
     log.close()
@@ -152,4 +155,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGS)

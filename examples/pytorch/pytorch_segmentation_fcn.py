@@ -13,20 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd
-import torch
-import torch.nn.functional as F
-from torch.utils.data import Dataset
-from torchvision.models import segmentation
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import common  # noqa: E402
-import segmentation_data  # noqa: E402
-import training  # noqa: E402
-
-from horovod_aps.torch import APSCompressor  # noqa: E402
+import common
+import segmentation_data
 
 MODELS = (
     "fcn_resnet50",
@@ -36,20 +26,6 @@ MODELS = (
     "deeplabv3_mobilenet_v3_large",
     "lraspp_mobilenet_v3_large",
 )
-
-
-class AsTensors(Dataset[Any]):
-    """SegmentationData as PyTorch wants it: channels first."""
-
-    def __init__(self, data: segmentation_data.SegmentationData) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        image, labels = self.data[i]
-        return torch.from_numpy(image).permute(2, 0, 1).contiguous(), torch.from_numpy(labels)
 
 
 def parse() -> argparse.Namespace:
@@ -66,6 +42,35 @@ def parse() -> argparse.Namespace:
             "--batch-size must be at least 2 for DeepLab, whose image pooling normalises over the batch"
         )
     return args
+
+
+if __name__ == "__main__":
+    ARGS = parse()  # before the frameworks, whose import takes seconds: --help and a wrong flag need not wait
+
+import horovod.torch as hvd
+import torch
+import torch.nn.functional as F
+import training
+from torch.utils.data import Dataset
+
+from horovod_aps.torch import APSCompressor
+
+with common.needs_torchvision():
+    from torchvision.models import segmentation
+
+
+class AsTensors(Dataset[Any]):
+    """SegmentationData as PyTorch wants it: channels first."""
+
+    def __init__(self, data: segmentation_data.SegmentationData) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        image, labels = self.data[i]
+        return torch.from_numpy(image).permute(2, 0, 1).contiguous(), torch.from_numpy(labels)
 
 
 def make_model(args: argparse.Namespace, n_classes: int) -> torch.nn.Module:
@@ -87,14 +92,13 @@ def pixel_loss(output: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.T
     return losses["out"] + 0.4 * losses.get("aux", 0.0)
 
 
-def evaluate(
-    model: torch.nn.Module, loader: Any, device: torch.device, n_classes: int, args: argparse.Namespace
-) -> float:
+def evaluate(model: torch.nn.Module, loader: Any, device: torch.device, n_classes: int) -> float:
     """Mean IoU over all pixels of the validation images of all ranks."""
+    training.share_statistics(model)
     model.eval()
     matrix = torch.zeros(n_classes, n_classes, dtype=torch.int64)
     with torch.no_grad():
-        for images, labels in training.first_batches(loader, args.max_steps):
+        for images, labels in loader:
             predictions = model(images.to(device))["out"].argmax(1).cpu()
             matrix += torch.from_numpy(
                 segmentation_data.confusion(labels.numpy(), predictions.numpy(), n_classes)
@@ -103,17 +107,17 @@ def evaluate(
     return segmentation_data.mean_iou(hvd.allreduce(matrix, op=hvd.Sum, name="confusion").numpy())
 
 
-def main() -> None:
-    args = parse()
+def main(args: argparse.Namespace) -> None:
     # Horovod: initialize library.
     hvd.init()
     device = training.pick_device(args)
     with common.checks(hvd):
         train_data = segmentation_data.SegmentationData(args, "train")
         val_data = segmentation_data.SegmentationData(args, "val")
+        sample = training.sample_of(AsTensors(val_data), args, 1)
         train_loader, val_loader, sampler = training.loaders(
             AsTensors(train_data),
-            AsTensors(val_data),
+            sample,
             args,
             device,
             test_batch_size=1,  # whole images, of any size
@@ -131,18 +135,18 @@ def main() -> None:
     )
     step = training.restore(args, model, optimizer, amp, compression)
     log = training.Log(args.log_dir)
-    last_step = min(args.epochs * len(train_loader), args.max_steps or sys.maxsize)
-
-    for epoch in range(step // len(train_loader), args.epochs):
-        if step >= last_step:
-            break
+    n_batches = len(train_loader)
+    last_step = min(args.epochs * n_batches, args.max_steps or sys.maxsize)
+    while step < last_step:
+        epoch, n_done = divmod(step, n_batches)
         model.train()
-        sampler.set_epoch(epoch)
+        sampler.start(epoch, n_done * args.batch_size)  # after --resume maybe in the middle
         train_data.epoch = epoch
         train_loss = training.Mean("train.loss")
-        with tqdm(total=len(train_loader), desc=f"epoch {epoch + 1}", disable=hvd.rank() != 0) as bar:
-            for batch, (images, labels) in enumerate(train_loader):
-                rate = common.learning_rate(args, epoch + batch / len(train_loader), hvd.size(), "poly")
+        with common.progress(n_batches, hvd.rank(), f"epoch {epoch + 1}", n_done) as bar:
+            for images, labels in train_loader:
+                training.seed_step(args, step)
+                rate = common.learning_rate(args, step / n_batches, hvd.size(), "poly")
                 for group in optimizer.param_groups:
                     group["lr"] = rate
                 images, labels = images.to(device), labels.to(device)
@@ -157,16 +161,17 @@ def main() -> None:
                 bar.update()
                 if step >= last_step:
                     break
-        mean_loss, iou = train_loss.over_ranks(), evaluate(model, val_loader, device, n_classes, args)
+        mean_loss, iou = train_loss.over_ranks(), evaluate(model, val_loader, device, n_classes)
         log.add(step, train_loss=mean_loss, train_rate=rate, val_iou=iou)
         training.save_checkpoint(args.checkpoint, model, optimizer, amp, step, compression)
         if hvd.rank() == 0:
+            judged = common.judged_on(len(sample), len(val_data), args.synthetic)
             print(
-                f"epoch {epoch + 1}: step {step}, train loss {mean_loss:.3f}, mean IoU {iou:.3f}", flush=True
+                f"epoch {epoch + 1}: step {step}, train loss {mean_loss:.3f}, mean IoU {iou:.3f} {judged}", flush=True
             )
     log.close()
     common.finish(args, compression, hvd.rank())
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGS)

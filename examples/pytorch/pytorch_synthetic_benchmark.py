@@ -9,35 +9,42 @@ and common.py one folder up.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd
-import torch
-import torch.nn.functional as F
-from torchvision import models
-from tqdm import trange
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import common  # noqa: E402
-import training  # noqa: E402
-
-from horovod_aps.torch import APSCompressor  # noqa: E402
+import common
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = common.Parser("PyTorch synthetic benchmark with APS gradient compression")
     parser.add_argument("--model", default="resnet50", help="name of a torchvision classifier")
     common.add_benchmark_flags(parser)
     common.add_compression_flags(parser)
-    args = common.parse(parser)
+    return common.parse(parser)
+
+
+if __name__ == "__main__":
+    ARGS = parse()  # before the frameworks, whose import takes seconds: --help and a wrong flag need not wait
+
+import horovod.torch as hvd
+import torch
+import torch.nn.functional as F
+import training
+
+from horovod_aps.torch import APSCompressor
+
+with common.needs_torchvision():
+    from torchvision import models
+
+
+def main(args: argparse.Namespace) -> None:
     if args.model not in models.list_models(module=models):
-        parser.error(
-            f"--model must be a torchvision classifier such as resnet18 or vgg16, got {args.model!r}"
-        )
+        common.refuse(f"--model must be a torchvision classifier such as resnet18 or vgg16, got {args.model!r}")
     # Horovod: initialize library.
     hvd.init()
     device = training.pick_device(args)
@@ -68,8 +75,10 @@ def main() -> None:
 
     steps(args.num_warmup_batches)
     rates = []
-    for _ in trange(args.num_iters, disable=hvd.rank() != 0):
-        rates.append(args.batch_size * args.num_batches_per_iter / steps(args.num_batches_per_iter))
+    with common.progress(args.num_iters, hvd.rank()) as bar:
+        for _ in range(args.num_iters):
+            rates.append(args.batch_size * args.num_batches_per_iter / steps(args.num_batches_per_iter))
+            bar.update()
     # Horovod: every rank has its own clock; report the mean over ranks and measurements.
     all_rates = hvd.allgather(torch.tensor(rates), name="rates")
     if hvd.rank() == 0:
@@ -85,4 +94,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 
 import common
 import horovod.torch as hvd
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 from horovod_aps.torch import APSCompressor
@@ -28,9 +30,48 @@ def pick_device(args: argparse.Namespace) -> torch.device:
     return torch.device("cuda", hvd.local_rank())
 
 
+def seed_of(*numbers: int) -> int:
+    """A seed that depends on all of the numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
+
+
+def seed_step(args: argparse.Namespace, step: int) -> None:
+    """Make dropout depend on seed, step and rank only, so that it is the same after --resume."""
+    torch.manual_seed(seed_of(args.seed, step, hvd.rank()))
+
+
+class Augmented(Dataset[Any]):
+    """A dataset whose random transforms depend on seed, epoch and sample only, so that --resume finds them again."""
+
+    def __init__(self, data: Any, seed: int) -> None:
+        self.data, self.seed, self.epoch = data, seed, 0
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, i: int) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_of(self.seed, self.epoch, i))
+            return self.data[i]
+
+
+class Sampler(DistributedSampler[Any]):
+    """Horovod: this rank's share in a new order for every epoch, without what was trained on before --resume."""
+
+    n_done = 0
+
+    def start(self, epoch: int, n_done: int) -> None:
+        """The next iteration is this epoch, from its sample n_done of this rank on."""
+        self.set_epoch(epoch)
+        self.n_done = n_done
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.islice(super().__iter__(), self.n_done, None)
+
+
 def loaders(
-    train: Any, test: Any, args: argparse.Namespace, device: torch.device, test_batch_size: int | None = None
-) -> tuple[DataLoader[Any], DataLoader[Any], DistributedSampler[Any]]:
+    train: Any, tested: Any, args: argparse.Namespace, device: torch.device, test_batch_size: int | None = None
+) -> tuple[DataLoader[Any], DataLoader[Any], Sampler]:
     """Loaders of this rank's share of the data, and the sampler to be told of every new epoch."""
     options: dict[str, Any] = {"num_workers": args.workers, "pin_memory": device.type == "cuda"}
     if args.workers:
@@ -40,14 +81,30 @@ def loaders(
         context.set_forkserver_preload(["horovod.torch", "torchvision"])
         options["multiprocessing_context"] = context
     # Horovod: every rank trains on its own share ...
-    sampler = DistributedSampler(train, num_replicas=hvd.size(), rank=hvd.rank(), seed=args.seed)
+    sampler = Sampler(train, num_replicas=hvd.size(), rank=hvd.rank(), seed=args.seed)
     # ... and tests on its own share, every sample exactly once.
-    share = Subset(test, range(hvd.rank(), len(test), hvd.size()))
+    share = Subset(tested, range(hvd.rank(), len(tested), hvd.size()))
     train_loader: DataLoader[Any] = DataLoader(
         train, args.batch_size, sampler=sampler, drop_last=True, **options
     )
     common.check_batches(len(train_loader), len(train), args.batch_size, hvd.size())
     return train_loader, DataLoader(share, test_batch_size or args.batch_size, **options), sampler
+
+
+def sample_of(data: Any, args: argparse.Namespace, batch_size: int) -> Subset[Any]:
+    """What to validate on: all, or with --max-steps as many batches as that, picked at random."""
+    n_wanted = args.max_steps and args.max_steps * batch_size * hvd.size()
+    return Subset(data, common.validation_sample(len(data), n_wanted, args.seed))
+
+
+def share_statistics(model: torch.nn.Module) -> None:
+    """Horovod: batch normalisation's running statistics differ between ranks; take rank 0's, which are saved.
+
+    So what is validated is what is saved, and a run that goes on from there has the same on all ranks.
+    """
+    buffers = dict(model.named_buffers())
+    if buffers:
+        hvd.broadcast_parameters(buffers, root_rank=0)
 
 
 class MixedPrecision:
@@ -171,11 +228,3 @@ class Log:
         """Flush to disk."""
         if self.writer:
             self.writer.close()
-
-
-def first_batches(loader: DataLoader[Any], max_steps: int | None) -> Iterator[Any]:
-    """All batches, or the first few while trying things out."""
-    for i, batch in enumerate(loader):
-        if max_steps is not None and i >= max_steps:
-            return
-        yield batch

@@ -14,17 +14,9 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-
-import horovod.tensorflow as hvd
-import keras
-import tensorflow as tf
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import common  # noqa: E402
-import training  # noqa: E402
-
-import horovod_aps.keras as aps  # noqa: E402
+import common
 
 
 def parse() -> argparse.Namespace:
@@ -36,10 +28,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--momentum", type=float, default=0.9)
     common.add_training_flags(parser, epochs=90, batch_size=32, base_lr=0.0125, warmup_epochs=5)
     common.add_compression_flags(parser)
-    args = common.parse(parser)
-    if not callable(getattr(keras.applications, args.model, None)):
-        parser.error(f"--model must be in keras.applications, such as ResNet50, got {args.model!r}")
-    return args
+    return common.parse(parser)
+
+
+if __name__ == "__main__":
+    ARGS = parse()  # before the frameworks, whose import takes seconds: --help and a wrong flag need not wait
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+import training
+
+import horovod_aps.keras as aps
 
 
 def files_of(folder: Path, classes: list[str]) -> tuple[tf.Tensor, tf.Tensor]:
@@ -94,18 +94,22 @@ def make_dataset(
 
 def make_synthetic(args: argparse.Namespace) -> tf.data.Dataset:
     """One batch of random images and labels, again and again."""
-    image = tf.random.normal((args.batch_size, args.image_size, args.image_size, 3))
-    label = tf.random.uniform((args.batch_size,), maxval=1000, dtype=tf.int64)
+    image = tf.random.stateless_normal((args.batch_size, args.image_size, args.image_size, 3), (args.seed, hvd.rank()))
+    label = tf.random.stateless_uniform(
+        (args.batch_size,), (args.seed, hvd.rank()), minval=0, maxval=1000, dtype=tf.int64
+    )
     return tf.data.Dataset.from_tensors((image, label)).repeat()
 
 
-def main() -> None:
-    args = parse()
+def main(args: argparse.Namespace) -> None:
+    if not callable(getattr(keras.applications, args.model, None)):
+        common.refuse(f"--model must be in keras.applications, such as ResNet50, got {args.model!r}")
     # Horovod: initialize library.
     hvd.init()
     training.pin_device(args)
     if args.synthetic:
-        n_classes, n_batches, val = 1000, 64, make_synthetic(args).take(8)
+        n_classes, n_batches, n_tested = 1000, 64, 8 * args.batch_size * hvd.size()
+        val, judged = make_synthetic(args).take(8), common.judged_on(n_tested, n_tested, made_up=True)
     else:
         with common.checks(hvd):
             classes = common.check_image_folder(args.train_dir, "--train-dir")
@@ -115,9 +119,10 @@ def main() -> None:
             n_classes, n_batches = len(classes), len(paths) // hvd.size() // args.batch_size
             common.check_batches(n_batches, len(paths), args.batch_size, hvd.size())
         val_paths, val_labels = files_of(args.val_dir, classes)
-        val = make_dataset(tf.data.Dataset.range(len(val_paths)), None, val_paths, val_labels, args)
-    if args.max_steps:
-        val = val.take(args.max_steps)
+        n_wanted = args.max_steps and args.max_steps * args.batch_size * hvd.size()
+        tested = common.validation_sample(len(val_paths), n_wanted, args.seed)
+        val = make_dataset(tf.data.Dataset.from_tensor_slices(tested), None, val_paths, val_labels, args)
+        judged = common.judged_on(len(tested), len(val_paths), made_up=False)
     backbone = getattr(keras.applications, args.model)(
         weights=None, include_top=False, pooling="avg", input_shape=(args.image_size, args.image_size, 3)
     )
@@ -135,24 +140,20 @@ def main() -> None:
     )
     # Horovod: start all ranks alike. Without checkpoints, aps.BroadcastGlobalVariablesCallback(0) does it.
     checkpoints = training.Checkpoints(args, model, optimizer, compression)
-    step = checkpoints.restore()
-    progress = training.Progress(args, n_batches, "step", checkpoints, val)
-    first_epoch = step // n_batches
+    checkpoints.restore()
+    progress = training.Progress(args, n_batches, "step", checkpoints, val, judged)
 
     def batches(order: tf.data.Dataset, epoch: tf.Tensor) -> tf.data.Dataset:
         return make_dataset(order, epoch, paths, labels, args).take(n_batches)
 
-    model.fit(
-        make_synthetic(args) if args.synthetic else training.epochs(len(paths), args.seed, first_epoch, batches),
-        shuffle=False,  # they come shuffled
-        steps_per_epoch=n_batches,
-        epochs=progress.n_epochs,
-        initial_epoch=first_epoch,
-        callbacks=[aps.MetricAverageCallback(), progress],
-        verbose=0,
-    )
+    def batches_from(epoch: int, n_done: int) -> tf.data.Dataset:
+        if args.synthetic:
+            return make_synthetic(args)
+        return training.epochs(len(paths), args.seed, epoch, n_done * args.batch_size * hvd.size(), batches)
+
+    progress.fit(model, batches_from)
     common.finish(args, compression, hvd.rank())
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGS)

@@ -17,20 +17,10 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-
-import horovod.tensorflow as hvd
-import keras
-import numpy as np
-import tensorflow as tf
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import common  # noqa: E402
-import segmentation_data  # noqa: E402
-import training  # noqa: E402
-
-from horovod_aps.tensorflow import APSCompressor  # noqa: E402
+import common
+import segmentation_data
 
 BACKBONES = ("ResNet50", "ResNet101", "MobileNetV2")
 
@@ -42,6 +32,18 @@ def parse() -> argparse.Namespace:
     common.add_training_flags(parser, epochs=60, batch_size=4, base_lr=0.01, warmup_epochs=1)
     common.add_compression_flags(parser)
     return common.parse(parser)
+
+
+if __name__ == "__main__":
+    ARGS = parse()  # before the frameworks, whose import takes seconds: --help and a wrong flag need not wait
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+import training
+
+import horovod_aps.tensorflow as aps
 
 
 def make_model(args: argparse.Namespace, n_classes: int) -> Any:
@@ -76,19 +78,18 @@ def batch_of(data: segmentation_data.SegmentationData, indices: Iterable[int]) -
 
 
 def evaluate(
-    predict: Callable[[tf.Tensor], tf.Tensor], data: segmentation_data.SegmentationData, args: argparse.Namespace
+    predict: Callable[[tf.Tensor], tf.Tensor], data: segmentation_data.SegmentationData, tested: list[int]
 ) -> float:
     """Mean IoU over all pixels of the validation images of all ranks."""
     matrix = np.zeros((data.n_classes, data.n_classes), np.int64)
-    for i in range(hvd.rank(), len(data), hvd.size())[: args.max_steps]:
+    for i in tested[hvd.rank() :: hvd.size()]:
         images, labels = batch_of(data, [i])  # whole images, of any size
         matrix += segmentation_data.confusion(labels.numpy(), predict(images).numpy(), data.n_classes)
     # Horovod: counts add up over the ranks; means of each rank's mean IoU would be something else.
     return segmentation_data.mean_iou(training.sum_over_ranks(matrix, "confusion"))
 
 
-def main() -> None:
-    args = parse()
+def main(args: argparse.Namespace) -> None:
     # Horovod: initialize library.
     hvd.init()
     training.pin_device(args)
@@ -100,7 +101,7 @@ def main() -> None:
     model = training.follow_quickly(make_model(args, train_data.n_classes))
     optimizer = training.with_loss_scale(keras.optimizers.SGD(args.base_lr, momentum=0.9))
     rate = tf.Variable(args.base_lr)
-    compression = common.compression(args, hvd.Compression, APSCompressor)
+    compression = common.compression(args, hvd.Compression, aps.APSCompressor)
 
     @tf.function
     def train_step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
@@ -108,8 +109,8 @@ def main() -> None:
             loss = pixel_loss(labels, pixel_logits(model, images, training=True))
             scaled = optimizer.scale_loss(loss)
         # Horovod: wrap the tape; this is where the gradients' format is chosen. One group shares its messages.
-        tape = hvd.DistributedGradientTape(tape, compression=compression, groups=1)
-        gradients = tape.gradient(scaled, [variable.value for variable in model.trainable_variables])
+        tape = aps.DistributedGradientTape(tape, compression=compression, groups=1)
+        gradients = tape.gradient(scaled, model.trainable_variables)
         optimizer.learning_rate.assign(rate)
         optimizer.apply(gradients, model.trainable_variables)
         return loss
@@ -122,15 +123,16 @@ def main() -> None:
     step = checkpoints.restore()
     log = training.Log(args.log_dir)
     last_step = min(args.epochs * n_batches, args.max_steps or sys.maxsize)
-    for epoch in range(step // n_batches, args.epochs):
-        if step >= last_step:
-            break
+    tested = common.validation_sample(len(val_data), args.max_steps and args.max_steps * hvd.size(), args.seed)
+    judged = common.judged_on(len(tested), len(val_data), args.synthetic)
+    while step < last_step:
+        epoch, n_done = divmod(step, n_batches)
         train_data.epoch = epoch
         losses = []
-        with tqdm(total=n_batches, desc=f"epoch {epoch + 1}", disable=hvd.rank() != 0) as bar:
-            batches = training.shares(len(train_data), args.batch_size, args.seed, epoch)
-            for i, indices in enumerate(batches):
-                rate.assign(common.learning_rate(args, epoch + i / n_batches, hvd.size(), "poly"))
+        with common.progress(n_batches, hvd.rank(), f"epoch {epoch + 1}", n_done) as bar:
+            for indices in training.shares(len(train_data), args.batch_size, args.seed, epoch, n_done):
+                training.seed_step(model, args, step)
+                rate.assign(common.learning_rate(args, step / n_batches, hvd.size(), "poly"))
                 losses.append(float(train_step(*batch_of(train_data, indices))))
                 step += 1
                 bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
@@ -138,13 +140,14 @@ def main() -> None:
                 if step >= last_step:
                     break
         loss = float(training.sum_over_ranks(np.float64(np.mean(losses)), "loss")) / hvd.size()
-        iou = evaluate(predict, val_data, args)
+        training.share_statistics(model)
+        iou = evaluate(predict, val_data, tested)
         log.add(step, train_loss=loss, train_rate=float(rate), val_iou=iou)
         checkpoints.save(step)
         if hvd.rank() == 0:
-            print(f"epoch {epoch + 1}: step {step}, train loss {loss:.3f}, mean IoU {iou:.3f}", flush=True)
+            print(f"epoch {epoch + 1}: step {step}, train loss {loss:.3f}, mean IoU {iou:.3f} {judged}", flush=True)
     common.finish(args, compression, hvd.rank())
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGS)

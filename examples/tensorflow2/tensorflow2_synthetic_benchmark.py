@@ -9,42 +9,48 @@ and common.py one folder up.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
 from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import common
+
+
+def parse() -> argparse.Namespace:
+    parser = common.Parser("TensorFlow synthetic benchmark with APS gradient compression")
+    parser.add_argument("--model", default="ResNet50", help="name of a model of keras.applications")
+    common.add_benchmark_flags(parser)
+    common.add_compression_flags(parser)
+    return common.parse(parser)
+
+
+if __name__ == "__main__":
+    ARGS = parse()  # before the frameworks, whose import takes seconds: --help and a wrong flag need not wait
 
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-from tqdm import trange
+import training
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import common  # noqa: E402
-import training  # noqa: E402
-
-from horovod_aps.tensorflow import APSCompressor  # noqa: E402
+import horovod_aps.tensorflow as aps
 
 
-def main() -> None:
-    parser = common.Parser("TensorFlow synthetic benchmark with APS gradient compression")
-    parser.add_argument("--model", default="ResNet50", help="name of a model of keras.applications")
-    common.add_benchmark_flags(parser)
-    common.add_compression_flags(parser)
-    args = common.parse(parser)
+def main(args: argparse.Namespace) -> None:
     make = getattr(keras.applications, args.model, None)
     if not callable(make):
-        parser.error(f"--model must be in keras.applications, such as ResNet50, got {args.model!r}")
+        common.refuse(f"--model must be in keras.applications, such as ResNet50, got {args.model!r}")
     # Horovod: initialize library.
     hvd.init()
     training.pin_device(args)
     model = make(weights=None, input_shape=(args.image_size, args.image_size, 3))
     optimizer = training.with_loss_scale(keras.optimizers.SGD(0.01 * hvd.size()))
-    compression = common.compression(args, hvd.Compression, APSCompressor)
+    compression = common.compression(args, hvd.Compression, aps.APSCompressor)
     images = tf.random.normal((args.batch_size, args.image_size, args.image_size, 3))
     labels = tf.random.uniform((args.batch_size,), maxval=1000, dtype=tf.int64)
     cross_entropy = keras.losses.SparseCategoricalCrossentropy()
@@ -54,12 +60,12 @@ def main() -> None:
         with tf.GradientTape() as tape:
             loss = optimizer.scale_loss(cross_entropy(labels, model(images, training=True)))
         # Horovod: wrap the tape; this is where the gradients' format is chosen. One group shares its messages.
-        tape = hvd.DistributedGradientTape(tape, compression=compression, groups=1)
-        gradients = tape.gradient(loss, [variable.value for variable in model.trainable_variables])
+        tape = aps.DistributedGradientTape(tape, compression=compression, groups=1)
+        gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply(gradients, model.trainable_variables)
 
     # Horovod: start all ranks alike.
-    hvd.broadcast_variables(training.variables_of(model, optimizer), root_rank=0)
+    aps.broadcast_variables(training.variables_of(model, optimizer), root_rank=0)
 
     def steps(n: int) -> float:
         """Seconds that n training steps take."""
@@ -71,8 +77,10 @@ def main() -> None:
 
     steps(args.num_warmup_batches)
     rates = []
-    for _ in trange(args.num_iters, disable=hvd.rank() != 0):
-        rates.append(args.batch_size * args.num_batches_per_iter / steps(args.num_batches_per_iter))
+    with common.progress(args.num_iters, hvd.rank()) as bar:
+        for _ in range(args.num_iters):
+            rates.append(args.batch_size * args.num_batches_per_iter / steps(args.num_batches_per_iter))
+            bar.update()
     # Horovod: every rank has its own clock; report the mean over ranks and measurements.
     all_rates = hvd.allgather(tf.constant(rates), name="rates").numpy()
     if hvd.rank() == 0:
@@ -88,4 +96,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGS)

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-from tqdm import tqdm
 
-from horovod_aps.tensorflow import APSCompressor
+import horovod_aps.keras as aps
+from horovod_aps.tensorflow import APSCompressor, broadcast_variables
+
+PROGRESS = "progress.json"  # in a .keras file, beside what Keras puts there
 
 
 def pin_device(args: argparse.Namespace) -> None:
@@ -54,32 +57,55 @@ def follow_quickly(model: Any) -> Any:
     return model
 
 
-def variables_of(model: Any, optimizer: Any) -> list[tf.Variable]:
-    """Everything that all ranks must start with, as TensorFlow's variables rather than Keras's."""
+def seed_step(model: Any, args: argparse.Namespace, step: int) -> None:
+    """Make dropout depend on seed, step and rank only, so that it is the same after --resume."""
+    states = [variable for variable in model.variables if variable.name == "seed_generator_state"]
+    for i, state in enumerate(states):
+        state.assign(np.random.SeedSequence((args.seed, step, hvd.rank(), i)).generate_state(2).astype(state.dtype))
+
+
+def variables_of(model: Any, optimizer: Any) -> list[keras.Variable]:
+    """Everything that all ranks must start with."""
     if not optimizer.built:
         optimizer.build(model.trainable_variables)
-    return [variable.value for variable in [*model.variables, *optimizer.variables]]
+    return [*model.variables, *optimizer.variables]
+
+
+def share_statistics(model: Any) -> None:
+    """Horovod: batch normalisation's moving statistics differ between ranks; take rank 0's, which are saved.
+
+    So what is validated is what is saved, and a run that goes on from there has the same on all ranks.
+    """
+    if model.non_trainable_weights:
+        broadcast_variables(model.non_trainable_weights, root_rank=0)
 
 
 class Checkpoints:
-    """Saving on rank 0, and starting all ranks alike; every rank keeps what error feedback has kept for itself."""
+    """Saving on rank 0, and starting all ranks alike; every rank keeps what error feedback has kept for itself.
+
+    A name that ends in .keras gets a file that `keras.models.load_model` loads; any other is TensorFlow's prefix.
+    """
 
     def __init__(self, args: argparse.Namespace, model: Any, optimizer: Any, compression: Any) -> None:
-        self.path = str(args.checkpoint) if args.checkpoint else None
+        self.path: Path | None = args.checkpoint
+        self.as_keras = self.path is not None and self.path.suffix == ".keras"
         self.compressor = compression if isinstance(compression, APSCompressor) else None
         self.step = tf.Variable(0, dtype=tf.int64)
-        self.variables = [*variables_of(model, optimizer), self.step]
+        self.variables = variables_of(model, optimizer)
         self.state = tf.train.Checkpoint(model=model, optimizer=optimizer, step=self.step)
-        self.args = args
+        self.args, self.model = args, model
+        if self.as_keras and getattr(model, "optimizer", None) is None:
+            model.compile(optimizer=optimizer)  # a model is saved with the optimizer that it was compiled with
 
     def restore(self) -> int:
         """Load rank 0's checkpoint, if asked for and there; returns the steps already done."""
         with common.checks(hvd):
-            common.check_checkpoint(self.args.checkpoint)
+            common.check_checkpoint(self.path)
             if hvd.rank() == 0:
-                common.resume(self.args, Path(f"{self.path}.index").exists(), self._load)
+                exists = os.path.exists(str(self.path) if self.as_keras else f"{self.path}.index")
+                common.resume(self.args, exists, self._load)
         # Horovod: broadcast all variables from rank 0, the progress among them.
-        hvd.broadcast_variables(self.variables, root_rank=0)
+        broadcast_variables([*self.variables, self.step], root_rank=0)
         if self.compressor and self.step > 0 and os.path.exists(self._own_path):
             with np.load(self._own_path) as own:  # APS: of this very step, or not at all
                 state = json.loads(str(own["state"]))
@@ -89,21 +115,36 @@ class Checkpoints:
         return int(self.step)
 
     def _load(self) -> int:
-        self.state.read(self.path).assert_existing_objects_matched()
-        return int(self.step)
+        if not self.as_keras:
+            self.state.read(str(self.path)).assert_existing_objects_matched()
+            return int(self.step)
+        with zipfile.ZipFile(str(self.path)) as file:
+            step = json.loads(file.read(PROGRESS))["step"]
+        saved = keras.models.load_model(self.path)
+        for mine, theirs in zip(self.variables, [*saved.variables, *saved.optimizer.variables], strict=True):
+            mine.assign(theirs)
+        self.step.assign(step)
+        return step
 
     def save(self, step: int) -> None:
-        """Write what all ranks have in common, and this rank's residuals."""
+        """Write what all ranks have in common, and this rank's residuals; a crash leaves the old files or new ones."""
         self.step.assign(step)
         if self.path and hvd.rank() == 0:
-            self.state.write(self.path)
+            if self.as_keras:
+                unfinished = self.path.with_name(f"{self.path.stem}.unfinished.keras")
+                self.model.save(unfinished)
+                with zipfile.ZipFile(unfinished, "a") as file:
+                    file.writestr(PROGRESS, json.dumps({"step": step}))
+                unfinished.replace(self.path)
+            else:
+                self.state.write(str(self.path))
         if self.path and self.compressor:
             state = self.compressor.state_dict()
             residuals = {f"r:{name}": values for name, values in state.pop("residuals").items()}
-            unfinished = f"{self._own_path}.unfinished"
-            with open(unfinished, "wb") as file:
+            unfinished_state = f"{self._own_path}.unfinished"
+            with open(unfinished_state, "wb") as file:
                 np.savez(file, state=json.dumps({**state, "step": step}), **residuals)
-            os.replace(unfinished, self._own_path)
+            os.replace(unfinished_state, self._own_path)
 
     @property
     def _own_path(self) -> str:
@@ -131,24 +172,43 @@ class Progress(keras.callbacks.Callback):
     """For `model.fit`: learning rate, progress bar, --max-steps, and after an epoch evaluation, log and checkpoint."""
 
     def __init__(
-        self, args: argparse.Namespace, n_batches: int, decay: str, checkpoints: Checkpoints, val: tf.data.Dataset
+        self,
+        args: argparse.Namespace,
+        n_batches: int,
+        decay: str,
+        checkpoints: Checkpoints,
+        val: tf.data.Dataset,
+        judged: str,
     ) -> None:
         super().__init__()
         self.args, self.n_batches, self.decay, self.step = args, n_batches, decay, int(checkpoints.step)
         self.last_step = min(args.epochs * n_batches, args.max_steps or sys.maxsize)
-        self.checkpoints, self.val, self.log = checkpoints, val, Log(args.log_dir)
+        self.checkpoints, self.val, self.judged, self.log = checkpoints, val, judged, Log(args.log_dir)
 
-    @property
-    def n_epochs(self) -> int:
-        """How far `model.fit` is to go."""
-        return -(-self.last_step // self.n_batches)
+    def fit(self, model: Any, batches_from: Callable[[int, int], tf.data.Dataset]) -> None:
+        """`model.fit` up to the last step, on batches from an epoch and a number of its batches on.
+
+        An epoch in whose middle the checkpoint was made is finished first: for Keras an epoch with fewer steps.
+        """
+        while self.step < self.last_step:
+            epoch, n_done = divmod(self.step, self.n_batches)
+            model.fit(
+                batches_from(epoch, n_done),
+                shuffle=False,  # they come shuffled
+                steps_per_epoch=self.n_batches - n_done,
+                initial_epoch=epoch,
+                epochs=epoch + 1 if n_done else -(-self.last_step // self.n_batches),
+                callbacks=[aps.MetricAverageCallback(), self],
+                verbose=0,
+            )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Start a bar on rank 0."""
-        self.bar = tqdm(total=self.n_batches, desc=f"epoch {epoch + 1}", disable=hvd.rank() != 0)
+        self.bar = common.progress(self.n_batches, hvd.rank(), f"epoch {epoch + 1}", self.step % self.n_batches)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Set this batch's learning rate."""
+        """Set this batch's learning rate and what dropout depends on."""
+        seed_step(self.model, self.args, self.step)
         rate = common.learning_rate(self.args, self.step / self.n_batches, hvd.size(), self.decay)
         self.model.optimizer.learning_rate = rate
 
@@ -175,13 +235,14 @@ class Progress(keras.callbacks.Callback):
         if hvd.rank() == 0:
             print(
                 f"epoch {epoch + 1}: step {self.step}, train loss {logs['loss']:.3f}, "
-                f"val loss {val_loss:.3f}, top-1 {accuracy:.2%}",
+                f"val loss {val_loss:.3f}, top-1 {accuracy:.2%} {self.judged}",
                 flush=True,
             )
 
 
 def evaluate(model: Any, batches: tf.data.Dataset) -> tuple[float, float]:
     """Loss and top-1 accuracy over the samples of all ranks; a rank may hold fewer than others, or none."""
+    share_statistics(model)
     sums = np.zeros(3)
     for images, labels in batches:
         logits = model.predict_on_batch(images)
@@ -193,15 +254,21 @@ def evaluate(model: Any, batches: tf.data.Dataset) -> tuple[float, float]:
 
 
 def epochs(
-    n_samples: int, seed: int, first_epoch: int, make_batches: Callable[[tf.data.Dataset, tf.Tensor], tf.data.Dataset]
+    n_samples: int,
+    seed: int,
+    first_epoch: int,
+    n_done: int,
+    make_batches: Callable[[tf.data.Dataset, tf.Tensor], tf.data.Dataset],
 ) -> tf.data.Dataset:
     """The batches of one epoch after the other; `make_batches` makes them of shuffled indices and the epoch.
 
-    The order depends on seed and epoch only: it is the same on all ranks, and the same after --resume.
+    The order depends on seed and epoch only: it is the same on all ranks, and the same after --resume, for which the
+    first n_done samples of the first epoch are left out.
     """
 
     def one(epoch: tf.Tensor) -> tf.data.Dataset:
         order = tf.random.experimental.stateless_shuffle(tf.range(n_samples), (seed, epoch))
+        order = order[tf.where(epoch == first_epoch, n_done, 0) :]
         return make_batches(tf.data.Dataset.from_tensor_slices(order), epoch)
 
     return tf.data.Dataset.range(first_epoch, tf.int64.max).flat_map(one).prefetch(2)
@@ -212,9 +279,12 @@ def sum_over_ranks(values: np.ndarray, name: str) -> np.ndarray:
     return hvd.allreduce(tf.constant(values), op=hvd.Sum, name=name).numpy()
 
 
-def shares(n_samples: int, batch_size: int, seed: int, epoch: int) -> Iterator[np.ndarray]:
-    """Horovod: indices of this rank's batches in an epoch; ranks share one shuffled order and get equally many."""
+def shares(n_samples: int, batch_size: int, seed: int, epoch: int, n_done: int) -> Iterator[np.ndarray]:
+    """Horovod: indices of this rank's batches in an epoch; ranks share one shuffled order and get equally many.
+
+    The first n_done batches are left out, after --resume.
+    """
     order = np.random.default_rng((seed, epoch)).permutation(n_samples)
     mine = order[hvd.rank() :: hvd.size()]
-    for i in range(n_samples // (batch_size * hvd.size())):
+    for i in range(n_done, n_samples // (batch_size * hvd.size())):
         yield mine[i * batch_size : (i + 1) * batch_size]

@@ -271,9 +271,12 @@ class Exchange:
 
     def change(self, changes: Mapping[str, Any]) -> None:
         """Change options between steps, in the same way on all ranks; overrides by hand put an end to "auto"."""
-        self.options = self.options.replace(**changes)
+        changes = {name: value for name, value in changes.items() if getattr(self.options, name) != value}
+        if changes:
+            self.options = self.options.replace(**changes)
         if "overrides" in changes:
-            self._is_auto, self._chooser = False, None
+            self._is_auto = changes["overrides"] == "auto"
+            self._chooser = AutoChooser(self.options) if self._is_auto else None
 
     def state(self) -> dict[str, Any]:
         """Residuals and schedule position, as plain arrays and numbers."""

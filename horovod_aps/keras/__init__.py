@@ -6,11 +6,12 @@ Horovod's own wrapper builds without error on Keras 3 and then never all-reduces
 
 from horovod_aps.keras.callbacks import (
     BroadcastGlobalVariablesCallback,
+    LearningRateScheduleCallback,
     LearningRateWarmupCallback,
     MetricAverageCallback,
 )
 from horovod_aps.keras.optimizer import DistributedOptimizer, load_model
 from horovod_aps.tensorflow import APSCompressor
 
-__all__ = ["APSCompressor", "BroadcastGlobalVariablesCallback", "DistributedOptimizer", "LearningRateWarmupCallback",
-           "MetricAverageCallback", "load_model"]
+__all__ = ["APSCompressor", "BroadcastGlobalVariablesCallback", "DistributedOptimizer", "LearningRateScheduleCallback",
+           "LearningRateWarmupCallback", "MetricAverageCallback", "load_model"]

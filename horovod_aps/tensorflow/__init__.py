@@ -1,5 +1,9 @@
-"""TensorFlow frontend: `hvd.DistributedGradientTape(tape, compression=APSCompressor(e=4, m=3), groups=1)`."""
+"""TensorFlow frontend: `aps.DistributedGradientTape(tape, compression=aps.APSCompressor(e=4, m=3), groups=1)`.
+
+The compressor goes with Horovod's own tape as well; ours, and our `broadcast_variables`, also take Keras 3's variables.
+"""
 
 from horovod_aps.tensorflow.compressor import APSCompressor
+from horovod_aps.tensorflow.tape import DistributedGradientTape, broadcast_variables
 
-__all__ = ["APSCompressor"]
+__all__ = ["APSCompressor", "DistributedGradientTape", "broadcast_variables"]

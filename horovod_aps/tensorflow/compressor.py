@@ -16,7 +16,7 @@ import tensorflow as tf
 from horovod.tensorflow.compression import Compressor
 
 from horovod_aps import config
-from horovod_aps.base import BaseCompressor
+from horovod_aps.base import NO_INSTANCE, BaseCompressor
 from horovod_aps.log import logger
 from horovod_aps.tensorflow import seam
 
@@ -51,8 +51,10 @@ class APSCompressor(BaseCompressor, Compressor):
         return self is other
 
     @tf.autograph.experimental.do_not_convert
-    def compress(self, tensor: Any) -> tuple[seam.WireTensor, None]:
+    def compress(self, tensor: Any = None) -> tuple[seam.WireTensor, None]:
         """Mark a tensor for the exchange; only floating-point ones are compressed, the rest take Horovod's way."""
+        if tensor is None:  # it is `self`: the class was passed, as one passes hvd.Compression.fp16
+            raise TypeError(NO_INSTANCE)
         return seam.WireTensor(tf.convert_to_tensor(tensor), self._key), None
 
     @tf.autograph.experimental.do_not_convert
@@ -63,7 +65,12 @@ class APSCompressor(BaseCompressor, Compressor):
 
 @atexit.register
 def _warn_of_idle_compressors() -> None:
-    """Some of Horovod's own wrappers take a compressor and never reduce anything: that must not go unnoticed."""
+    """Some of Horovod's own wrappers take a compressor and never reduce anything: that must not go unnoticed.
+
+    A program that an exception has ended may not have come that far, and what it said last should stay last.
+    """
+    if getattr(sys, "last_value", None) is not None:
+        return
     if config.launcher_rank() == "0" and config.launcher_size() != "1":
         for compressor in seam.compressors():
             if not compressor._used:

@@ -13,7 +13,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 from horovod.torch.compression import Compressor
 
-from horovod_aps.base import BaseCompressor, ExchangeKey
+from horovod_aps.base import NO_INSTANCE, BaseCompressor, ExchangeKey
 from horovod_aps.engine import progress
 from horovod_aps.engine.exchange import Exchange
 from horovod_aps.engine.layer import Layer
@@ -77,8 +77,10 @@ class APSCompressor(BaseCompressor, Compressor):
 
     # ---- Horovod's interface ------------------------------------------------------------------------------
 
-    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Context | None]:
+    def compress(self, tensor: torch.Tensor | None = None) -> tuple[torch.Tensor, _Context | None]:
         """Mark a floating-point tensor for the exchange; others are left to Horovod, as by its own compressors."""
+        if tensor is None:  # it is `self`: the class was passed, as one passes hvd.Compression.fp16
+            raise TypeError(NO_INSTANCE)
         if mpi_ops.size() == 1:
             return tensor, None
         if not tensor.dtype.is_floating_point:

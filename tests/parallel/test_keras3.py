@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
 import time
+from types import SimpleNamespace
 
 import horovod.tensorflow as hvd
 import horovod.tensorflow.keras as hvd_keras
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from exchange_oracle import assert_same_bits, expected, make_gradients
+from horovod._keras import callbacks as stock_callbacks
 from reference import Format
 from tf_common import digits, initial_weights, replicas_equal
 
@@ -20,10 +23,13 @@ from horovod_aps.keras import (
     APSCompressor,
     BroadcastGlobalVariablesCallback,
     DistributedOptimizer,
+    LearningRateScheduleCallback,
     LearningRateWarmupCallback,
     MetricAverageCallback,
     load_model,
 )
+from horovod_aps.keras import optimizer as optimizer_module
+from horovod_aps.tensorflow import DistributedGradientTape, broadcast_variables
 from horovod_aps.tensorflow.compressor import _warn_of_idle_compressors
 
 hvd.init()
@@ -73,6 +79,19 @@ def test_overrides_know_variables_by_their_paths(run_eagerly, accumulation):
     model.fit(x[:64], y[:64], batch_size=16, verbose=0)
     assert {name: row["format"] for name, row in compressor.stats()["layers"].items()} == {
         "stem/kernel": "e4m3", "stem/bias": "e5m10", "fc/kernel": "float32", "fc/bias": "float32"}
+
+
+def test_overrides_in_a_sequential_model():
+    """Its variables' paths begin with the model's name, so that docs/choosing.md's pattern has a star in front."""
+    layers = [keras.layers.Dense(32, name="stem"), keras.layers.Dense(10, name="fc")]
+    model = keras.Sequential([keras.Input((64,)), *layers])
+    compressor = APSCompressor(4, 3, overrides={"*fc/*": "float32"})
+    model.compile(DistributedOptimizer(keras.optimizers.SGD(0.1), compressor), loss=LOSS)
+    x, y, _, _ = digits(0)
+    model.fit(x[:16], y[:16], batch_size=16, verbose=0)
+    formats = {name: row["format"] for name, row in compressor.stats()["layers"].items()}
+    assert formats == {f"{model.name}/{name}": fmt for name, fmt in (
+        ("stem/kernel", "e4m3"), ("stem/bias", "e4m3"), ("fc/kernel", "float32"), ("fc/bias", "float32"))}
 
 
 @pytest.mark.parametrize("compression", [None, hvd.Compression.fp16, APSCompressor(4, 3)], ids=["none", "fp16", "aps"])
@@ -151,7 +170,84 @@ def test_loss_scaling_around_is_refused():
         outer.apply([tf.ones(5)], [variable])
 
 
+@pytest.mark.parametrize("built", [False, True])
+def test_no_step_looks_at_the_stack(monkeypatch, built):
+    """Where a LossScaleOptimizer is around is found out when it is built, also if the one in it was before."""
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1), APSCompressor(4, 3))
+    variable = keras.Variable(np.ones(5, np.float32))
+    if built:
+        optimizer.build([variable])
+        monkeypatch.setattr(optimizer_module, "sys", None)
+        optimizer.apply([tf.ones(5)], [variable])
+        monkeypatch.undo()
+    with pytest.raises(ValueError, match="LossScaleOptimizer around it"):
+        keras.optimizers.LossScaleOptimizer(optimizer).apply([tf.ones(5)], [variable])
+
+
+# What the stock optimizer takes, and ours with it; None: refused, with a reason.
+TAKEN = {"name": "mine", "compression": hvd.Compression.fp16, "sparse_as_dense": True, "op": hvd.Sum,
+         "gradient_predivide_factor": 2.0, "backward_passes_per_step": 2, "average_aggregated_gradients": True,
+         "num_groups": 2, "groups": 1, "process_set": hvd.global_process_set}
+REFUSED = {"device_dense": ("/CPU:0", "where they are"), "device_sparse": ("/CPU:0", "where they are"),
+           "scale_local_gradients": (False, "no local variables")}
+
+
+@pytest.mark.filterwarnings("ignore:DistributedOptimizer. num_groups:DeprecationWarning")
+def test_optimizer_takes_what_the_stock_one_takes():
+    stock = inspect.signature(hvd_keras.DistributedOptimizer).parameters
+    assert set(stock) - {"optimizer"} == set(TAKEN) | set(REFUSED)
+    defaults = {name: parameter.default for name, parameter in stock.items() if name != "optimizer"}
+    DistributedOptimizer(keras.optimizers.SGD(), **defaults)
+    for name, value in TAKEN.items():
+        DistributedOptimizer(keras.optimizers.SGD(), **{name: value})
+    DistributedOptimizer(keras.optimizers.SGD(), groups=[[keras.Variable([1.0])]])
+    for name, (value, reason) in REFUSED.items():
+        with pytest.raises(ValueError, match=f"{name}.*{reason}"):
+            DistributedOptimizer(keras.optimizers.SGD(), **{name: value})
+
+
+@pytest.mark.parametrize("compression", [None, APSCompressor(5, 10)], ids=["none", "aps"])
+@pytest.mark.parametrize("average", [False, True])
+def test_backward_passes_per_step(average, compression):
+    """Two batches make a step. Oracle: Horovod's definition by hand, the sum or the mean of both, averaged over ranks.
+    """
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0), compression, backward_passes_per_step=2,
+                                     average_aggregated_gradients=average)
+    variable = keras.Variable(np.zeros(3, np.float32))
+    moves = []
+    for batch in range(4):
+        optimizer.apply([tf.fill([3], float((batch + 1) * (hvd.rank() + 1)))], [variable])
+        moves.append(float(variable.numpy()[0]))
+    rank_mean = (hvd.size() + 1) / 2
+    first = -(1 + 2) * rank_mean / (2 if average else 1)
+    second = -(3 + 4) * rank_mean / (2 if average else 1)
+    np.testing.assert_allclose(moves, [0, first, first, first + second], rtol=1e-3)
+
+
+def test_backward_passes_per_step_that_cannot_be():
+    def wrap(inner, n=2):
+        return DistributedOptimizer(inner, backward_passes_per_step=n)
+
+    wrap(keras.optimizers.SGD(gradient_accumulation_steps=2))
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=3; they are the same thing"):
+        wrap(keras.optimizers.SGD(gradient_accumulation_steps=3))
+    with pytest.raises(ValueError, match="does not go with a LossScaleOptimizer"):
+        wrap(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()))
+    built = keras.optimizers.SGD()
+    built.build([keras.Variable([1.0])])
+    with pytest.raises(ValueError, match="too late for an optimizer that is built"):
+        wrap(built)
+    with pytest.raises(ValueError, match="must be a positive integer, got 0"):
+        wrap(keras.optimizers.SGD(), 0)
+
+
 def test_wrong_use_is_refused():
+    with pytest.raises(TypeError, match=r"not the class; write compression=APSCompressor\(e=4, m=3\)"):
+        DistributedOptimizer(keras.optimizers.SGD(), APSCompressor)
+    with pytest.raises(TypeError, match="compression must be None, one of .* or an APSCompressor, got 'x'"):
+        DistributedOptimizer(keras.optimizers.SGD(), "x")
+    with pytest.raises(ValueError, match="groups must be a non-negative integer or a list"):
+        DistributedOptimizer(keras.optimizers.SGD(), groups=-1)
     with pytest.raises(ValueError, match="op must be Average or Sum"):
         DistributedOptimizer(keras.optimizers.SGD(), op=hvd.Adasum)
     with pytest.raises(TypeError, match="must be a Keras 3 optimizer, got str"):
@@ -207,6 +303,149 @@ def test_warmup_must_know_the_length_of_an_epoch():
     first = 0.4 / hvd.size()
     line = [first + (0.4 - first) * min(1.0, (4 * epoch + batch + 1) / 8) for epoch in range(2) for batch in range(6)]
     np.testing.assert_allclose(rates, line, rtol=1e-6)
+
+
+def rates_of(callback, optimizer, n_epochs: int = 6, n_batches: int = 4) -> list[float]:
+    callback.set_model(SimpleNamespace(optimizer=optimizer))
+    callback.set_params({"steps": n_batches})
+    rates = []
+    for epoch in range(n_epochs):
+        callback.on_epoch_begin(epoch)
+        for batch in range(n_batches):
+            callback.on_train_batch_begin(batch)
+            rates.append(float(optimizer.learning_rate))
+        logs: dict = {}
+        callback.on_epoch_end(epoch, logs)
+        assert logs["lr"] == rates[-1]
+    return rates
+
+
+class Stock(stock_callbacks.LearningRateScheduleCallbackImpl):
+    """Horovod's own schedule, on a float instead of a Keras model."""
+
+    def __init__(self, *arguments, **options):
+        self.backend = SimpleNamespace(get_value=lambda rate: rate, set_value=self.keep)
+        super().__init__(self.backend, *arguments, **options)
+
+    def keep(self, old: float, new: float) -> None:
+        self.model.optimizer.lr = self.model.optimizer.learning_rate = new
+
+    def set_model(self, model) -> None:
+        self.model = model
+
+    def set_params(self, params: dict) -> None:
+        self.params = params
+        self.on_train_begin()
+
+    def on_train_batch_begin(self, batch: int) -> None:
+        self.on_batch_begin(batch)
+
+
+@pytest.mark.parametrize("options", [
+    {"multiplier": 0.5}, {"multiplier": 0.5, "start_epoch": 2, "end_epoch": 4},
+    {"multiplier": lambda epoch: 1 / (1 + epoch), "end_epoch": 3},
+    {"multiplier": lambda epoch: 1 / (1 + epoch), "staircase": False, "start_epoch": 1},
+    {"multiplier": 0.9, "staircase": False, "steps_per_epoch": 8},
+], ids=str)
+def test_schedule_equals_horovods(options):
+    """Oracle: Horovod's callback, which Keras 3 does not get along with."""
+    wanted = rates_of(Stock(0.4, **options), SimpleNamespace(lr=0.1, learning_rate=0.1))
+    assert rates_of(LearningRateScheduleCallback(0.4, **options), SimpleNamespace(learning_rate=0.1)) == wanted
+
+
+def test_callbacks_say_what_they_do(capsys):
+    warmup = LearningRateWarmupCallback(0.4, warmup_epochs=2, verbose=1)
+    schedule = LearningRateScheduleCallback(0.4, 0.5, start_epoch=4, verbose=1)
+    rates_of(warmup, SimpleNamespace(learning_rate=0.1))
+    rates_of(schedule, SimpleNamespace(learning_rate=0.1))
+    said = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert said == ([] if hvd.rank() else ["Epoch 2: finished gradual learning rate warmup to 0.4.",
+                                           "Epoch 5: learning rate set to 0.4.", "Epoch 6: learning rate set to 0.2."])
+    for one in (LearningRateWarmupCallback, LearningRateScheduleCallback):
+        stock = inspect.signature(getattr(hvd_keras.callbacks, one.__name__)).parameters
+        ours = inspect.signature(one).parameters
+        assert [*ours][:len(stock)] == [*stock] and "verbose" in ours
+    with pytest.raises(ValueError, match="momentum_correction must be False"):
+        LearningRateWarmupCallback(0.4, momentum_correction=True)
+
+
+def test_broadcast_leaves_local_variables_alone():
+    model = make_model(seed=hvd.rank())
+    model.compile(DistributedOptimizer(keras.optimizers.SGD(0.1)), loss=LOSS)
+    model.optimizer.build(model.trainable_variables)
+    kernel, bias, *rest = model.weights
+    bias.assign(np.full(32, hvd.rank(), np.float32))
+    callback = BroadcastGlobalVariablesCallback(0, local_variables=[bias])
+    callback.set_model(model)
+    callback.on_train_begin()
+    assert (bias.numpy() == hvd.rank()).all() and replicas_equal([kernel, *rest])
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("groups", [None, 1])
+def test_tape_takes_keras_variables(graph, groups):
+    """Oracle: Horovod's tape with TensorFlow's variables; sources may be a list, a dict or one variable."""
+    model = make_model(seed=hvd.rank())
+    broadcast_variables(model.variables, root_rank=0)
+    assert replicas_equal(model.weights)
+    x, y = (tf.constant(part[:16]) for part in digits(0)[:2])
+    ours, stock = (APSCompressor(4, 3) for _ in range(2))
+    variables = model.trainable_variables
+    by_name = {str(i): variable for i, variable in enumerate(variables)}
+
+    def gradients(make_tape, compressor, sources):
+        def run():
+            with tf.GradientTape() as tape:
+                loss = LOSS(y, model(x))
+            return make_tape(tape, compression=compressor, groups=groups).gradient(loss, sources)
+
+        return (tf.function(run) if graph else run)()
+
+    wanted = gradients(hvd.DistributedGradientTape, stock, [variable.value for variable in variables])
+    for got, grad in zip(gradients(DistributedGradientTape, ours, variables), wanted):
+        assert_same_bits(got.numpy(), grad.numpy())
+    nested = gradients(DistributedGradientTape, hvd.Compression.none, by_name)
+    assert list(nested) == list(by_name)
+    alone = gradients(DistributedGradientTape, hvd.Compression.none, variables[0])
+    np.testing.assert_allclose(alone.numpy(), nested["0"].numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_tape_takes_sparse_gradients_in_groups_in_any_order(graph, groups):
+    """Dense, unused, sparse, dense. Oracle: gradients by hand; Horovod's own tape fails on that order."""
+    dense, idle, table, last = (keras.Variable(np.ones(shape, np.float32)) for shape in ((3,), (2,), (5, 2), (4,)))
+
+    def gradients(compression):
+        with tf.GradientTape() as tape:
+            rows = tf.gather(table.value, [hvd.rank(), 4])
+            loss = (tf.reduce_sum(dense) + tf.reduce_sum(rows) + 2 * tf.reduce_sum(last)) * (hvd.rank() + 1.0)
+        tape = DistributedGradientTape(tape, compression=compression, groups=groups)
+        return tape.gradient(loss, [dense, idle, table, last])
+
+    for compression in (APSCompressor(5, 10), hvd.Compression.none):
+        first, none, sparse, second = (tf.function(gradients) if graph else gradients)(compression)
+        mean = (hvd.size() + 1) / 2
+        assert none is None and isinstance(sparse, tf.IndexedSlices)
+        np.testing.assert_allclose(first.numpy(), np.full(3, mean), rtol=1e-3)
+        np.testing.assert_allclose(second.numpy(), np.full(4, 2 * mean), rtol=1e-3)
+        wanted = np.zeros((5, 2), np.float32)
+        for rank in range(hvd.size()):
+            wanted[[rank, 4]] += (rank + 1) / hvd.size()
+        np.testing.assert_allclose(tf.convert_to_tensor(sparse).numpy(), wanted, rtol=1e-6)
+
+
+def test_tape_knows_local_sources_and_groups_of_keras_variables():
+    """Oracle: the gradient of v * (rank + 1) by hand; local ones are scaled by 1 / size, as Horovod does it."""
+    shared, local = keras.Variable(1.0, name="shared"), keras.Variable(1.0, name="local")
+    with tf.GradientTape() as tape:
+        loss = (shared + local) * (hvd.rank() + 1.0)
+    tape = DistributedGradientTape(tape, groups=[[shared]])
+    assert isinstance(tape, tf.GradientTape)
+    tape.register_local_source(local)
+    ((one, local_gradient),), ((other, gradient),) = tape.get_local_and_global_gradients(loss, [shared, local])
+    assert one is local and other is shared
+    assert float(gradient) == (hvd.size() + 1) / 2 and float(local_gradient) == (hvd.rank() + 1) / hvd.size()
 
 
 @pytest.mark.parametrize("compression", [None, APSCompressor(4, 3)], ids=["none", "aps"])

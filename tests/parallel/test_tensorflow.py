@@ -425,6 +425,13 @@ def test_disagreement_with_the_allreduce_transport(what, graph):
     assert (hvd.allreduce(tf.ones([7]), compression=APSCompressor(4, 3)).numpy() == 1).all()
 
 
+@MODES
+def test_class_instead_of_instance_is_named(graph):
+    """As one writes compression=hvd.Compression.fp16."""
+    with pytest.raises(TypeError, match=r"not the class; write compression=APSCompressor\(e=4, m=3\)"):
+        run(lambda: hvd.allreduce(tf.ones([5]), compression=APSCompressor), graph)
+
+
 def test_error_feedback_wants_names():
     """Two tensors without a name would get each other's residuals."""
     with pytest.raises(ValueError, match="error_feedback must know"):

@@ -272,6 +272,10 @@ def test_carrier_equals_simulation(fmt):
     compressor = APSCompressor(*fmt, transport="allreduce")
     result = hvd.allreduce(to_torch(grads[hvd.rank()]), name="pairs", op=hvd.Sum, compression=compressor)
     assert_same_bits(to_numpy(result), wanted)
+def test_class_instead_of_instance_is_named():
+    """As one writes compression=hvd.Compression.fp16; in a hook of an optimizer it is the same call."""
+    with pytest.raises(TypeError, match=r"not the class; write compression=APSCompressor\(e=4, m=3\)"):
+        hvd.allreduce(torch.ones(5), name="class", compression=APSCompressor)
 
 
 def test_error_feedback_wants_names():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch_common import loss_of, make_model
 
+from horovod_aps import FloatFormat
 from horovod_aps.torch import APSCompressor
 
 hvd.init()
@@ -61,6 +62,23 @@ def test_resumed_run_equals_uninterrupted_run(options):
     resumed.optimizer.load_state_dict(state["optimizer"])
     resumed.compressor.load_state_dict(state["compressor"])
     resumed.train(range(4, 10))
+    np.testing.assert_array_equal(resumed.parameters(), whole.parameters())
+
+
+def test_set_format_survives_a_checkpoint():
+    """In a file that PyTorch loads by default; formats of three kinds."""
+    whole, resumed = Run({"error_feedback": True}), Run({"error_feedback": True}, seed=9)
+    whole.train(range(2))
+    names = [name for name, _ in whole.model.named_parameters()]
+    whole.compressor.set_format(2, 3, overrides={names[0]: FloatFormat(4, 1), names[1]: (5, 2), "*.bias": "float32"})
+    whole.train(range(2, 4))
+    file = io.BytesIO()
+    torch.save([whole.model.state_dict(), whole.optimizer.state_dict(), whole.compressor.state_dict()], file)
+    file.seek(0)
+    for part, state in zip((resumed.model, resumed.optimizer, resumed.compressor), torch.load(file, weights_only=True)):
+        part.load_state_dict(state)
+    for run in (whole, resumed):
+        run.train(range(4, 7))
     np.testing.assert_array_equal(resumed.parameters(), whole.parameters())
 
 

@@ -6,7 +6,9 @@ Oracle: the reference's rounding of every gradient that was measured, in NumPy.
 from __future__ import annotations
 
 import copy
+import json
 import logging
+import pickle
 from typing import Any
 
 import numpy as np
@@ -312,3 +314,81 @@ def test_set_format_refuses_what_the_constructor_refuses(changes, message):
     with pytest.raises(ValueError, match=message):
         compressor.set_format(**changes)
     assert compressor._options == compressor.exchange("a").options
+
+
+# ---- set_format and checkpoints ----
+
+CHANGES = [{"e": 5, "m": np.int64(2)}, {"m": 1}, {"overrides": {"a": FloatFormat(4, 1), "b*": (5, 10)}},
+           {"e": 4, "overrides": {"bb": "float32"}}]
+
+
+def through_json(state: dict[str, Any]) -> dict[str, Any]:
+    """As a checkpoint may be written; residuals aside."""
+    return json.loads(json.dumps({**state, "residuals": {}})) | {"residuals": state["residuals"]}
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+@pytest.mark.parametrize("overrides", ["auto", None])
+@pytest.mark.parametrize("running", [False, True], ids=["new", "running"])
+def test_set_format_survives_resuming(changes, overrides, running):
+    """Oracle: the run that was not interrupted, bit for bit."""
+    names = ["a", "bb"]
+    straight = pair(names, overrides=overrides, error_feedback=True)
+    for step in range(6):
+        if step == 3:
+            for compressor in straight:
+                compressor.set_format(**changes)
+        wanted = run(straight, names, step)
+        if step == 4:
+            states = [through_json(compressor.state_dict()) for compressor in straight]
+    resumed = pair(names if running else [], overrides=overrides, error_feedback=True)
+    for one, state in zip(resumed, states):
+        one.load_state_dict(state)
+        assert one.state_dict()["set_format"].keys() == changes.keys()
+    if not running:
+        join(resumed, names)
+    for name, result in run(resumed, names, 5).items():
+        assert_same_bits(result, wanted[name], name)
+
+
+@pytest.mark.parametrize("overrides", ["auto", None])
+def test_loading_a_state_from_before_set_format_takes_it_back(overrides):
+    """Oracle: a run in which nobody called set_format."""
+    straight, changed = (pair(["a"], overrides=overrides) for _ in range(2))
+    for step in range(4):
+        wanted = run(straight, ["a"], step)
+        if step < 3:
+            run(changed, ["a"], step)
+    for compressor in changed:
+        state = compressor.state_dict()
+        compressor.set_format(5, 10, overrides={"x": "float32"})
+        compressor.load_state_dict(state)
+    assert_same_bits(run(changed, ["a"], 3)["a"], wanted["a"])
+
+
+def test_states_without_set_format_leave_the_formats_alone():
+    """Of a compressor that was made otherwise, and of a version that did not know of it."""
+    state = pair(["a"], overrides=None)[0].state_dict()
+    (compressor, _) = pair(["a"], overrides={"b": "float32"})
+    compressor.set_format(m=7)
+    old = {name: value for name, value in state.items() if name != "set_format"}
+    compressor.load_state_dict(old)
+    assert compressor.exchange("a").options.m == 7
+    other = Compressor(5, 2, overrides={"b": "float32"})
+    other.load_state_dict(state)
+    assert (other._options.e, other._options.m, other._options.overrides) == (5, 2, {"b": "float32"})
+
+
+def test_a_copy_keeps_what_set_format_has_set():
+    compressor = Compressor(4, 3)
+    compressor.set_format(m=1)
+    twin = pickle.loads(pickle.dumps(compressor))
+    assert (twin._options.e, twin._options.m) == (4, 1)
+    twin.load_state_dict(Compressor(4, 3).state_dict())
+    assert (twin._options.e, twin._options.m) == (4, 3)
+
+
+@pytest.mark.parametrize("state", [None, [], "state"])
+def test_what_is_no_state_is_named(state):
+    with pytest.raises(TypeError, match=f"state must be what state_dict.. returns, got {type(state).__name__}"):
+        Compressor(4, 3).load_state_dict(state)

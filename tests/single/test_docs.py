@@ -114,12 +114,14 @@ AROUND = {
         "result = model.weight.detach().numpy()\n",
     ),
     "horovod.tensorflow": (
+        "import keras, numpy\n"
         "import tensorflow as tf\n"
-        "weights = tf.Variable([[1.0], [2.0]])\n"
+        "keras.utils.set_random_seed(rank)\n"
+        "model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])\n"
         "images, labels = tf.fill((4, 2), 1.0 + rank), tf.zeros((4, 1))\n"
-        "model = lambda x: x @ weights\n"
         "loss_of = lambda x, y: tf.reduce_mean((x - y) ** 2)\n",
-        "result = tape.gradient(loss, [weights])[0].numpy()\n",
+        "assert all(numpy.any(part) for part in gradients)\n"
+        "result = numpy.concatenate([numpy.ravel(part) for part in [*gradients, *model.get_weights()]])\n",
     ),
     "horovod.tensorflow.keras": (
         "import keras, numpy\n"
@@ -208,14 +210,15 @@ def test_make_targets_exist() -> None:
 
 def test_scripts_and_their_flags_exist() -> None:
     """Every `python script.py --flags` of this repository, under whatever launcher."""
-    shared = "".join((ROOT / "examples" / name).read_text() for name in ("common.py", "segmentation_data.py"))
+    files = {"examples": ("common.py", "segmentation_data.py"), "benchmarks": ("studies.py",), "tests": ()}
+    shared = {folder: "".join((ROOT / folder / name).read_text() for name in names) for folder, names in files.items()}
     checked = set()
     for where, words in commands():
         scripts = [i for i, word in enumerate(words) if re.match(r"(examples|benchmarks|tests)/.*\.py$", word)]
         for i, following in zip(scripts, [*scripts[1:], len(words)], strict=False):
             path = ROOT / words[i]
             assert path.is_file(), f"{where}: {words[i]}"
-            source = path.read_text() + (shared if words[i].startswith("examples") else "")
+            source = path.read_text() + shared[words[i].partition("/")[0]]
             for word in words[i + 1 : following]:
                 if word == "--":
                     break

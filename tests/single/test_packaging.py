@@ -3,6 +3,7 @@
 Oracle: a fresh interpreter that sees the installed files only, not the checkout.
 """
 
+import ast
 import configparser
 import os
 import re
@@ -160,6 +161,24 @@ def test_packaging_ranges_are_closed_and_hold_what_is_pinned() -> None:
     for name, tested in doctor.TESTED.items():
         (pin,) = pinned[name].specifier
         assert pin.version.startswith(tested + "."), name
+
+
+def test_packaging_examples_extra_is_what_the_examples_import() -> None:
+    """But for the frameworks and torchvision, whose builds must fit together and are the user's to choose."""
+    imported: set[str] = set()
+    for path in (ROOT / "examples").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                imported.add(node.module.partition(".")[0])
+    ours = {"common", "training", "segmentation_data", "benchmarks", "horovod_aps", "numpy"}
+    frameworks = {"torch", "torchvision", "tensorflow", "keras", "horovod"}
+    wanted = imported - set(sys.stdlib_module_names) - ours - frameworks
+    cfg = configparser.ConfigParser()
+    cfg.read(ROOT / "setup.cfg")
+    extra = {Requirement(line).name for line in cfg["options.extras_require"]["examples"].split("\n") if line}
+    assert extra == {{"sklearn": "scikit-learn", "PIL": "pillow"}.get(name, name) for name in wanted}
 
 
 @pytest.mark.parametrize(

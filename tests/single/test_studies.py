@@ -71,15 +71,17 @@ def test_load_reads_photographs(tmp_path):
 
 def test_accuracy_study_runs_resumes_and_reports(tmp_path, capsys):
     arguments = ["--out", str(tmp_path), "--seeds", "1", "--ranks", "2", "--epochs", "1", "--formats", "3,0"]
-    arguments += ["--data-dir", str(tmp_path)]  # no photographs there
     assert accuracy.main([*arguments, "--variants", "fp32", "aps", "no aps", "feedback"]) == 0
     first = json.loads((tmp_path / "accuracy_classification.json").read_text())["runs"]
     assert [run["variant"] for run in first] == ["fp32", "aps", "no aps", "feedback"]
     assert all(0 <= run["score"] <= 1 for run in first)
     # fp32 has learned something in one epoch of digits: chance is 0.1.
     assert first[0]["score"] > 0.3
-    capsys.readouterr()
+    assert "were not run again" not in capsys.readouterr().out
     assert accuracy.main([*arguments, "--variants", "fp32", "hybrid", "--tasks", "classification"]) == 0
+    said = capsys.readouterr().out
+    assert "classification of digits: 1400 images to train on, 397 to test" in said
+    assert f"1 of 2 runs were in {tmp_path} already and were not run again" in said
     again = json.loads((tmp_path / "accuracy_classification.json").read_text())["runs"]
     assert again[:4] == first and [run["variant"] for run in again[4:]] == ["hybrid"]
     assert accuracy.main(["--report", "--out", str(tmp_path)]) == 0
@@ -117,13 +119,28 @@ def test_accuracy_does_not_mix_runs_of_different_settings(change):
     assert lines == ["fp32: 71.0 ± 1.4", "fp32: 30.0 ± 14.1"]
 
 
-def test_accuracy_takes_photographs_where_they_are(tmp_path, monkeypatch):
-    """The default folder is beside the repository; what is in it decides."""
-    assert accuracy.DATA == Path(__file__).resolve().parents[3] / "shared" / "data"
-    asked = []
-    monkeypatch.setattr(accuracy, "DATA", tmp_path)
-    monkeypatch.setattr(accuracy, "study", lambda arguments: asked.append(arguments.data_dir))
-    assert accuracy.main(["--out", str(tmp_path / "empty")]) == 1 and asked == [tmp_path]
+def test_accuracy_wrong_folder_is_an_error_and_changes_nothing(tmp_path, monkeypatch, capsys):
+    """It used to train digits instead, and to write them into a tracked file."""
+    monkeypatch.setattr(accuracy, "study", lambda arguments: pytest.fail("it began to train"))
+    (tmp_path / "cifar10-small").mkdir()
+    for more in ([], ["--tasks", "segmentation"]):
+        with pytest.raises(SystemExit, match="2"):
+            accuracy.main(["--data-dir", str(tmp_path), "--out", str(tmp_path / "out"), *more])
+        assert f"--data-dir: {tmp_path / 'camvid-small'} is not a folder" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="camvid-small must be a folder"):
+        accuracy_tasks.load("segmentation", tmp_path)
+
+
+@pytest.mark.parametrize("study", [accuracy, feedback, roundoff])
+def test_show_prints_what_is_shipped_and_says_so(study, monkeypatch, capsys):
+    monkeypatch.setattr(study, "study", lambda *arguments: pytest.fail("it began to train"))
+    before = {path: path.stat().st_mtime_ns for path in studies.RESULTS.iterdir()}
+    assert study.main(["--show"]) == 0
+    said = capsys.readouterr().out
+    name = f"{study.__name__}.md"
+    assert said.startswith(f"As shipped in benchmarks/results/{name}, nothing was run:")
+    assert (studies.RESULTS / name).read_text() in said
+    assert {path: path.stat().st_mtime_ns for path in studies.RESULTS.iterdir()} == before
 
 
 def rows(text: str) -> list[str]:
@@ -154,11 +171,15 @@ def test_committed_tables_follow_from_the_committed_runs():
     assert set(rows(table)) <= set(rows(texts["roundoff"].split("### (4,3), independent")[1].split("###")[0]))
 
 
-def test_plots_go_where_the_documentation_shows_them(tmp_path):
-    parser = argparse.ArgumentParser()
-    assert studies.parse_arguments(parser, []).images == studies.ROOT / "docs" / "images"
-    parser = argparse.ArgumentParser()
-    assert studies.parse_arguments(parser, ["--out", str(tmp_path)]).images == tmp_path  # not those of a trial
+def test_only_what_is_to_be_shipped_goes_into_tracked_folders(tmp_path, monkeypatch):
+    def folders(*arguments):
+        found = studies.parse_arguments(argparse.ArgumentParser(), arguments)
+        return found.out, found.images
+
+    monkeypatch.chdir(studies.ROOT)
+    assert folders("--show") == (studies.ROOT / "out" / "studies",) * 2
+    assert folders("--out", str(tmp_path)) == (tmp_path, tmp_path)
+    assert folders("--out", "benchmarks/results")[1] == studies.ROOT / "docs" / "images"
     page = (studies.ROOT / "docs" / "accuracy.md").read_text()
     assert all(f"(images/{name}.png)" in page for name in ("accuracy", "feedback", "roundoff"))
 
