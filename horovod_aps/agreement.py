@@ -12,39 +12,29 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 from horovod_aps import __version__
+from horovod_aps.engine.layer import Layer
 from horovod_aps.formats import FLOAT32
 from horovod_aps.kernels import DTYPE_NAMES
 from horovod_aps.layout import LayerSpec
 from horovod_aps.options import Options
 
-LAYER_KEYS = {"shape", "dtype", "format", "specials"}
+LAYER_KEYS = {"shape", "dtype", "format", "specials", "group_size"}
 MAX_NAMED = 4  # tensors in one message
 MAX_PROPOSAL = 1 << 28  # bytes; half a million layers need less
 
 
-class _LayerLike(Protocol):
-    name: str
-    shape: tuple[int, ...]
-    dtype: int
-    factor: float
-    label: str
-
-    @property
-    def shown(self) -> str: ...
-
-
-def spec_of(layer: _LayerLike, options: Options, warm: bool) -> LayerSpec:
+def spec_of(layer: Layer, options: Options, warm: bool) -> LayerSpec:
     """What ranks compare about a layer; during warm-up all layers travel as float32."""
     fmt = FLOAT32 if warm else options.format_for(layer.shown, math.prod(layer.shape))
-    return LayerSpec(layer.name, tuple(layer.shape), layer.dtype, 1.0, fmt, layer.label)
+    return LayerSpec(layer.name, tuple(layer.shape), layer.dtype, fmt, layer.label, layer.group_size)
 
 
 def _plain(spec: LayerSpec) -> dict[str, Any]:
     return {"shape": list(spec.shape), "dtype": DTYPE_NAMES[spec.dtype], "format": spec.format.name,
-            "specials": spec.format.specials}
+            "specials": spec.format.specials, "group_size": spec.group_size}
 
 
 def describe(specs: Iterable[LayerSpec], options: Options) -> str:

@@ -137,6 +137,8 @@ class APSCompressor(BaseCompressor, Compressor):
                   for tensor, output, name in zip(tensors, outputs, names)]
         if grouped:
             batch.group = layers
+            for layer in layers:
+                layer.group_size = len(layers)
         self._hand_in(batch, layers)
         return batch.ticket.handle
 
