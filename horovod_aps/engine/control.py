@@ -61,11 +61,11 @@ class Rounds:
         return self._n_said == self._n_concluded
 
     @property
-    def asked(self) -> set[int]:
-        """What others have said in the next round, while this rank has not yet: kinds of messages."""
+    def asked(self) -> list[tuple[int, bytes]]:
+        """What others have said in the next round, while this rank has not yet."""
         if not self.answered:
-            return set()
-        return {kind for kind, _ in self._heard.get((self.epoch, self._n_concluded), {}).values()}
+            return []
+        return list(self._heard.get((self.epoch, self._n_concluded), {}).values())
 
     def say(self, kind: int, body: bytes) -> bytes:
         """Note what this rank says next; returns the message for the others."""

@@ -70,6 +70,10 @@ class Exchange:
         self._submitted: deque[Layer] = deque()  # handed in, perhaps by another thread, and not looked at
         self._plans: OrderedDict[str, Plan] = OrderedDict()
         self._start_over()
+        self._serial = 0  # of the next bucket that is agreed on
+        self.n_talks = 0
+        self.turn = 0
+        """Counts what ranks conclude about batches: the same number at the same place of their conversation."""
         self.transport: Transport | None = None
         if transport is not None:
             self.connect(transport)
@@ -81,12 +85,9 @@ class Exchange:
         self._plans.clear()
         self._flight: Flight | None = None
         self._jobs: list[Job] = []
-        self._serial = 0
         self._must_talk = self._talking = self._choosing = False
         self._talked: set[str] = set()
-        self.n_talks = 0
-        self.turn = 0
-        """Counts what ranks conclude about batches: the same number at the same place of their conversation."""
+        self._asked: tuple[tuple[bytes, ...], set[str]] = ((), set())  # what others talk about
 
     def connect(self, transport: Transport) -> None:
         """Go on with the ranks that `transport` joins; what was learned from others is forgotten."""
@@ -99,6 +100,7 @@ class Exchange:
                 self.transport.close()
             self.transport = transport
             self._rounds = Rounds(transport.rank, transport.size)
+            self._serial = 0
 
     @property
     def is_idle(self) -> bool:
@@ -155,15 +157,17 @@ class Exchange:
             self._advance()
             self._next_look = time.perf_counter() + LOOK_SECONDS
 
-    def wait(self, layers: Sequence[Layer] | None = None, turn: int | None = None, settle: bool = True) -> bool:
+    def wait(self, layers: Sequence[Layer] | None = None, turn: int | None = None, settle: bool = True,
+             watch: Callable[[], None] | None = None) -> bool:
         """Until these layers have their results; all that was submitted if None.
 
         With None, what was submitted is a whole batch: ranks that have submitted anything else all get a ValueError.
         With `turn`, gives up and returns False if layers were left over from the batch that began in that turn. With
-        `settle`, also waits until everything that this rank has said has been answered.
+        `settle`, also waits until everything that this rank has said has been answered. `watch` is called while there is
+        nothing else to do, and may raise.
         """
         with self.context():
-            return progress.run(self, self.steps(layers, turn, settle))
+            return progress.run(self, self.steps(layers, turn, settle), watch)
 
     def flush(self) -> None:
         """`wait` for everything."""
@@ -223,10 +227,10 @@ class Exchange:
                 self._load_now()
 
     def drive(self, impatient: bool) -> bool:
-        """Move on while somebody waits for another exchange; answers ranks that talk about this one.
+        """Move on while somebody waits for another exchange; answers ranks that wait for this one.
 
-        `impatient` also answers ranks that send headers of a batch that this rank does not hold: it may come to hold
-        it, and answering then costs another talk.
+        A rank that hands in more later answers when it holds all that others wait for, or at once if `impatient`: then
+        they have what all hold, and must talk again about the rest.
         """
         if not self._lock.acquire(blocking=False):
             return False
@@ -234,17 +238,8 @@ class Exchange:
             with self.context():
                 self._take_in()
                 moved = self._advance()
-                asked = set() if self.transport is None else self._rounds.asked
-                if PASS in asked:
-                    self._say(PASS, b"")
-                    moved = True
-                elif asked and self._pending and not self._choosing and self._gate_is_open():
-                    if self._flight is None and self._may_board():
-                        self._board()
-                    talks = TALK in asked or (impatient and self._flight is None)
-                    if talks and self._rounds.answered and set(self._pending) != self._talked:
-                        self._talk(waits=False, whole=False)
-                        moved = True
+                if self.transport is not None and (asked := self._rounds.asked):
+                    moved |= self._answer(asked, impatient)
                 self._end_wait()
                 return moved
         except Exception as error:
@@ -252,6 +247,26 @@ class Exchange:
             return True
         finally:
             self._lock.release()
+
+    def _answer(self, asked: list[tuple[int, bytes]], impatient: bool) -> bool:
+        """Say something to ranks that have spoken in a round in which this one has not, if there is anything to say."""
+        kinds = {kind for kind, _ in asked}
+        if PASS in kinds:
+            self._say(PASS, b"")
+            return True
+        if not self._pending or self._choosing or not self._gate_is_open():
+            return False
+        if self._flight is None and self._may_board() and self._board():
+            return True
+        if set(self._pending) == self._talked or (self._flight is not None and not impatient):
+            return False
+        bodies = tuple(body for kind, body in asked if kind == TALK)
+        if bodies and bodies != self._asked[0]:  # reading takes long
+            self._asked = (bodies, {name for one in agreement.parse_all(bodies) for name in one.layers})
+        if impatient or (bodies and self._asked[1] <= self._pending.keys()):
+            self._talk(waits=False, whole=False)
+            return True
+        return False
 
     # ---- state --------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def remove(exchange: Exchange) -> None:
             _awake.clear()
 
 
-def run(exchange: Exchange, steps: Generator[bool, None, bool]) -> bool:
+def run(exchange: Exchange, steps: Generator[bool, None, bool], watch: Callable[[], None] | None = None) -> bool:
     """Take the steps of a wait to their end, and those of all other exchanges in between; returns what they return."""
     global _last_look
     idle, since = 0, time.monotonic()
@@ -62,6 +62,8 @@ def run(exchange: Exchange, steps: Generator[bool, None, bool]) -> bool:
             idle, since = 0, now
             continue
         idle += 1
+        if watch is not None:
+            watch()
         # Yield the core at first, in case the answer is near; then sleep, so that the kernels of the other ranks and
         # Horovod's own thread get the cores.
         time.sleep(0 if idle < 20 else POLL_SECONDS)

@@ -14,7 +14,6 @@ from horovod.torch import mpi_ops
 from horovod.torch.compression import Compressor
 
 from horovod_aps.base import NO_INSTANCE, BaseCompressor, ExchangeKey
-from horovod_aps.engine import progress
 from horovod_aps.engine.exchange import Exchange
 from horovod_aps.engine.layer import Layer
 from horovod_aps.errors import LostPeer
@@ -249,32 +248,33 @@ class APSCompressor(BaseCompressor, Compressor):
             mpi_ops.synchronize(batch.ticket.handle)
         batch.ticket.waited_for()
         while not self._reduce(batch, layer):
-            # Not all ranks had handed it in when results were first taken: it belongs to the batch after that.
+            # Not all ranks had handed it in when results were first taken: it belongs to the batch after that, for
+            # whose ticket the others wait.
             batch = ctx.batch = self._open_batch(batch.process_set_id, batch.device)
-            over = batch.ticket.wait(lambda: layer.done or layer.error is not None,
-                                     partial(progress.drive_others, None, False))
-            if layer.done or layer.error is not None:
-                batch.closed |= over
-                if layer.error is not None:
-                    raise layer.error
-                break
         self._look_for_idle_overrides(batch.exchange)
 
     def _reduce(self, batch: _Batch, layer: Layer) -> bool:
         """Wait for the result of a layer, and close its batch; False if the layer was left over."""
         if layer.error is None and layer.done and batch.closed:
             return True
+        is_over = batch.ticket.is_over()  # unless it is one that we have just opened
         try:
-            self._check(batch, layer)
+            if is_over:
+                self._check(batch, layer)
             if batch.carrier is not None and not layer.done:
                 batch.carrier.flush()
             if batch.exchange is None or batch.size == 1:
                 return True
             if batch.group is not None:
                 return batch.exchange.wait(batch.group, settle=False)
-            return batch.exchange.wait([layer], turn=-1 if batch.closed else batch.turn, settle=not batch.closed)
+            return batch.exchange.wait([layer], turn=-1 if batch.closed else batch.turn, settle=not batch.closed,
+                                       watch=None if is_over else partial(self._watch, batch, layer))
         finally:
-            batch.closed = True
+            batch.closed |= batch.ticket.clear()
+
+    def _watch(self, batch: _Batch, layer: Layer) -> None:
+        if batch.ticket.is_over():
+            self._check(batch, layer)
 
     def _check(self, batch: _Batch, layer: Layer) -> None:
         if layer.error is not None:

@@ -6,15 +6,11 @@ the others must know before they can talk to it; a rank in `hvd.join()` contribu
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
-from horovod_aps.engine.progress import POLL_SECONDS
 from horovod_aps.transports import sockets
 
 PRESENT, PACKED, SPEAKS_MPI, N_WORDS = range(4)
@@ -48,21 +44,15 @@ class Ticket:
         """Horovod has waited for it."""
         self._over = True
 
-    def wait(self, unless: Callable[[], bool], meanwhile: Callable[[], bool]) -> bool:
-        """Wait for it ourselves, for tensors that Horovod has lost sight of, unless that is no longer needed.
-
-        Returns whether it is over; then no tensor may join it any more.
-        """
-        while not self.is_over():
-            if unless():
-                return False
-            if not meanwhile():
-                time.sleep(POLL_SECONDS)
+    def clear(self) -> bool:
+        """Whether it is over; if so, Horovod forgets it, and no tensor may share it any more."""
+        if not self.is_over():
+            return False
         if self.handle not in mpi_ops._handle_map:  # else Horovod will
             try:
                 mpi_ops.mpi_lib.horovod_torch_wait_and_clear(self.handle)
             except ValueError:
-                pass  # it has been cleared
+                pass  # it has
             except RuntimeError as error:
                 raise HorovodInternalError(error) from None
         return True
