@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -48,33 +48,27 @@ def remove(exchange: Exchange) -> None:
             _awake.clear()
 
 
-def run(exchange: Exchange, steps: Generator[bool, None, bool], watch: Callable[[], None] | None = None) -> bool:
-    """Take the steps of a wait to their end, and those of all other exchanges in between; returns what they return."""
+def run(exchange: Exchange, steps: Generator[bool, None, None]) -> None:
+    """Take the steps of a wait to their end, and those of all other exchanges in between."""
     global _last_look
     idle, since = 0, time.monotonic()
-    while True:
-        try:
-            moved = next(steps)
-        except StopIteration as end:
-            return bool(end.value)
+    for moved in steps:
         _last_look = now = time.monotonic()
         if moved or (len(_active) > 1 and drive_others(exchange, now - since > IMPATIENT_SECONDS)):
             idle, since = 0, now
             continue
         idle += 1
-        if watch is not None:
-            watch()
         # Yield the core at first, in case the answer is near; then sleep, so that the kernels of the other ranks and
         # Horovod's own thread get the cores.
         time.sleep(0 if idle < 20 else POLL_SECONDS)
 
 
 def drive_others(exchange: Exchange | None, impatient: bool) -> bool:
-    """Move all exchanges on but the one whose caller waits for it; those that any thread may drive if None."""
+    """Move all exchanges on but the one whose caller waits for it."""
     moved = False
     for other in list(_active.values()):
-        if other is not exchange and (exchange is not None or other.any_thread):
-            moved |= other.drive(impatient)
+        if other is not exchange:
+            moved |= other.drive(impatient, launch=exchange is not None or other.any_thread)
     return moved
 
 
