@@ -192,7 +192,7 @@ class APSCompressor(BaseCompressor, Compressor):
         else:
             batch.carrier = self._carrier(process_set)
         if group or batch.exchange is None:
-            label = f"{self._name}.ticket.{process_set_id}.{device.type}{group or '.0'}"
+            label = f"{self._name}.ticket.{process_set_id}.{device.type}{group or '.1'}"
             batch.ticket = _open_ticket(label, process_set_id, batch.members, self._options.transport == "packed")
         else:
             assert isinstance(batch.exchange.tickets, TicketOffice)
