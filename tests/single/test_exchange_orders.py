@@ -190,7 +190,8 @@ def test_layers_that_a_rank_lacks_stay_pending_and_come_later(size, sizes, known
             if rng.random() < 0.3:
                 yield
         wanted = [world.layers[0, name][rank] for name in names if name in common]
-        yield from world.wait(rank, 0, wanted)
+        if wanted:
+            yield from world.wait(rank, 0, wanted)
 
     world.run({rank: first(rank) for rank in range(size)})
     for name in batch:
