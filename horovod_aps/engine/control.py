@@ -2,8 +2,9 @@
 
 Each rank says one thing per round. In a round in which all say the header of the same bucket, that bucket goes on its
 way with the largest exponents. In a round in which all describe what they hold (a talk), they settle what to reduce
-next. In a round in which all pass, the rest of a batch that they had begun will not come. If they say different things, the round ends the epoch: whatever was said for later rounds of it no longer counts,
-on any rank, and all of them talk next. Since every rank hears the same messages, all come to the same conclusion.
+next. In a round in which all pass, the rest of a batch that they had begun will not come. If they say different things,
+the round ends the epoch: whatever was said for later rounds of it no longer counts, on any rank, and all of them talk
+next. Since every rank hears the same messages, all come to the same conclusion.
 """
 
 from __future__ import annotations

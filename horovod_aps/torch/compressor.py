@@ -188,7 +188,8 @@ class APSCompressor(BaseCompressor, Compressor):
     def _new_batch(self, process_set_id: int, device: torch.device, label: str) -> _Batch:
         process_set = process_set_of(mpi_ops._basics, process_set_id)
         members = tuple(process_set.ranks)
-        batch = _Batch(process_set_id, members, device, mpi_ops._handle_map)  # hvd.init() makes a new map: another world
+        # hvd.init() makes a new map: another world
+        batch = _Batch(process_set_id, members, device, mpi_ops._handle_map)
         speaks_mpi = packed = self._options.transport == "packed"
         if packed:
             batch.exchange = self._exchange(process_set_id, members, device)
