@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from horovod_aps.engine.control import HEADER, PASS, TALK, Header, Rounds, factors_digest, shared_exponents
 
 
-def header(exponents: list[int], bucket: int = 0, plan: bytes = b"p" * 16, factors: tuple[float, ...] = (0.5,)) -> bytes:
+def header(exponents: list[int], bucket: int = 0, plan: bytes = b"p" * 16,
+           factors: tuple[float, ...] = (0.5,)) -> bytes:
     return Header(plan, factors_digest(factors), bucket, np.array(exponents, np.int32)).encode()
 
 
