@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Mapping
 
@@ -28,28 +29,33 @@ class LocalTransport:
 
     memory = "host"
 
-    def __init__(self, rank: int, size: int, board: Board, mail: list[deque[tuple[int, bytes]]]) -> None:
+    def __init__(self, rank: int, size: int, board: Board, mail: list[deque[tuple[int, bytes]]],
+                 lock: threading.RLock) -> None:
         self.rank, self.size, self._board, self._mail = rank, size, board, mail
+        self._lock = lock  # the progress thread may drive one rank while the program drives another
 
     @classmethod
     def world(cls, size: int) -> list[LocalTransport]:
         """All ranks of a fresh world."""
         board: Board = {}
         mail: list[deque[tuple[int, bytes]]] = [deque() for _ in range(size)]
-        return [cls(rank, size, board, mail) for rank in range(size)]
+        lock = threading.RLock()
+        return [cls(rank, size, board, mail, lock) for rank in range(size)]
 
     def ready(self) -> bool:
         return True
 
     def post(self, message: bytes) -> None:
-        for rank, box in enumerate(self._mail):
-            if rank != self.rank:
-                box.append((self.rank, message))
+        with self._lock:
+            for rank, box in enumerate(self._mail):
+                if rank != self.rank:
+                    box.append((self.rank, message))
 
     def heard(self) -> list[tuple[int, bytes]]:
         box = self._mail[self.rank]
-        messages = list(box)
-        box.clear()
+        with self._lock:
+            messages = list(box)
+            box.clear()
         return messages
 
     def gone(self) -> set[int]:
@@ -57,13 +63,14 @@ class LocalTransport:
 
     def transfer(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], tag: int) -> _LocalRequest:
         request = _LocalRequest(len(incoming))
-        for target, array in outgoing.items():
-            # As a network does: a sender that reuses its buffer later must not change what was sent.
-            self._posts(self.rank, target, tag)[0].append(array.copy())
-            self._deliver(self.rank, target, tag)
-        for source, array in incoming.items():
-            self._posts(source, self.rank, tag)[1].append((request, array))
-            self._deliver(source, self.rank, tag)
+        with self._lock:
+            for target, array in outgoing.items():
+                # As a network does: a sender that reuses its buffer later must not change what was sent.
+                self._posts(self.rank, target, tag)[0].append(array.copy())
+                self._deliver(self.rank, target, tag)
+            for source, array in incoming.items():
+                self._posts(source, self.rank, tag)[1].append((request, array))
+                self._deliver(source, self.rank, tag)
         return request
 
     def _posts(self, source: int, target: int, tag: int) -> Posts:

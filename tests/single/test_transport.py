@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import numpy as np
 import pytest
 
@@ -89,3 +92,33 @@ def test_nobody_is_gone_and_close_may_be_called_twice():
     a.close()
     a.close()
     assert a.gone() == b.gone() == set()
+
+
+def test_ranks_may_run_in_threads_of_their_own():
+    """The progress thread drives one emulated rank while the program drives another: nothing may get lost."""
+    world = LocalTransport.world(2)
+    n_rounds, n_heard, undone = 3000, [0, 0], [0, 0]
+
+    def run(rank: int) -> None:
+        transport, other = world[rank], 1 - rank
+        sent, requests = filled(2000, rank), []
+        for _ in range(n_rounds):
+            transport.post(b"x")
+            requests.append(transport.transfer({other: sent}, {other: filled(2000)}, 0))
+            n_heard[rank] += len(transport.heard())
+        barrier.wait()
+        n_heard[rank] += len(transport.heard())
+        undone[rank] = sum(not request.done() for request in requests)
+
+    barrier, interval = threading.Barrier(2), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert n_heard == [n_rounds] * 2 and undone == [0, 0]
+    assert not world[0]._board
