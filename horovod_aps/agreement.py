@@ -149,7 +149,8 @@ def _parse(raw: bytes, rank: int) -> Proposal:
         raise _foreign(rank, f"must have {', '.join(field.name for field in fields(Proposal))}")
     one = Proposal(**entry)
     for wrong, what in (
-        (not isinstance(one.options, dict) or not isinstance(one.layers, dict), "options or layers have the wrong type"),
+        (not isinstance(one.options, dict) or not isinstance(one.layers, dict),
+         "options or layers have the wrong type"),
         (not isinstance(one.layers, dict) or not all(isinstance(layer, dict) and set(layer) == LAYER_KEYS
                                                      for layer in one.layers.values()),
          f"layers must have {', '.join(sorted(LAYER_KEYS))}"),

@@ -575,7 +575,8 @@ class Exchange:
         exponents = np.full(len(layers), EXP_ZERO, np.int32)
         np.maximum.at(exponents, bucket.layer_of_segment, work.table["exponent"])
         flight.works.append(work)
-        header = Header(flight.plan.digest, factors_digest([layer.factor for layer in layers]), index, exponents).encode()
+        factors = factors_digest([layer.factor for layer in layers])
+        header = Header(flight.plan.digest, factors, index, exponents).encode()
         phase("APS_EXPONENTS", len(header) * (self.transport.size - 1))
         self._say(HEADER, header)
 

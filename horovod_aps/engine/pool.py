@@ -20,7 +20,7 @@ class Pool:
     def __init__(self, alloc: Callable[[int], np.ndarray]) -> None:
         self._alloc = alloc
         self._idle: list[np.ndarray] = []  # longest idle first
-        self._n_used = 0
+        self._n_used = self._n_asked = 0
         self._peaks: deque[int] = deque([0], N_PEAKS)
 
     @property
@@ -30,23 +30,28 @@ class Pool:
 
     def _take(self, n_bytes: int) -> np.ndarray:
         fitting = [i for i, buffer in enumerate(self._idle) if n_bytes <= len(buffer) <= max(64, SPARE * n_bytes)]
+        if not fitting and self.n_bytes + n_bytes > max(self._peaks):
+            # A new one would push out another that the next batch may need: batches that take turns share instead.
+            fitting = [i for i, buffer in enumerate(self._idle) if n_bytes <= len(buffer)]
         if fitting:
             buffer = self._idle.pop(min(fitting, key=lambda i: len(self._idle[i])))
         else:
             buffer = self._alloc(n_bytes)
         self._n_used += len(buffer)
-        self._peaks[-1] = max(self._peaks[-1], self._n_used)
+        self._n_asked += n_bytes
+        self._peaks[-1] = max(self._peaks[-1], self._n_asked)
         return buffer
 
-    def _give(self, buffer: np.ndarray) -> None:
+    def _give(self, buffer: np.ndarray, n_bytes: int) -> None:
         self._n_used -= len(buffer)
+        self._n_asked -= n_bytes
         self._idle.append(buffer)
         while self._idle and self.n_bytes > max(self._peaks):
             self._idle.pop(0)
 
     def end_batch(self) -> None:
         """From now on another batch counts."""
-        self._peaks.append(self._n_used)
+        self._peaks.append(self._n_asked)
 
 
 class Lease:
@@ -54,16 +59,16 @@ class Lease:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._buffers: list[np.ndarray] = []
+        self._buffers: list[tuple[np.ndarray, int]] = []
 
     def take(self, n_bytes: int) -> np.ndarray:
         """An array of `n_bytes` bytes with any content."""
         buffer = self._pool._take(n_bytes)
-        self._buffers.append(buffer)
+        self._buffers.append((buffer, n_bytes))
         return buffer[:n_bytes]
 
     def end(self) -> None:
         """Give all buffers back."""
-        for buffer in self._buffers:
-            self._pool._give(buffer)
+        for buffer, n_bytes in self._buffers:
+            self._pool._give(buffer, n_bytes)
         self._buffers = []
