@@ -395,7 +395,7 @@ class Exchange:
             self._nudged = max(self._nudged, nudge or 0)
         if self.tickets is not None:
             if self._pending and self._nudged:
-                # A rank that holds tensors will be there; its own program may wait for what the other one has not begun.
+                # A rank that holds tensors will be there; its program may wait for what the other has not begun.
                 self.tickets.open_until(self._nudged)
             if (number := self.tickets.overdue()) is not None:
                 self.transport.post(self._rounds.nudge(number))

@@ -186,7 +186,8 @@ class APSCompressor(BaseCompressor, Compressor):
 
     def _new_batch(self, process_set_id: int, device: torch.device, group: str) -> _Batch:
         process_set = process_set_of(mpi_ops._basics, process_set_id)
-        batch = _Batch(process_set_id, tuple(process_set.ranks), device, mpi_ops._handle_map)  # another map: another world
+        world = mpi_ops._handle_map  # hvd.init() makes a new one
+        batch = _Batch(process_set_id, tuple(process_set.ranks), device, world)
         if self._options.transport == "packed":
             batch.exchange = self._exchange(process_set_id, batch.members, device)
         else:

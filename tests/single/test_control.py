@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horovod_aps.engine.control import HEADER, PASS, TALK, Header, Rounds, factors_digest, shared_exponents
+from horovod_aps.engine.control import CHOICE, HEADER, TALK, Header, Rounds, factors_digest, shared_exponents
 
 
 def header(exponents: list[int], bucket: int = 0, plan: bytes = b"p" * 16,
@@ -59,16 +59,16 @@ def test_rounds_concludes_nothing_before_this_rank_has_spoken():
     a.hear(1, b.say(TALK, b"x"))
     assert a.conclude() is None and a.answered and a.missing() == set() and a.asked == {TALK}
     assert not b.answered and b.missing() == {0} and b.asked == set()
-    b.hear(0, a.say(PASS, b""))
+    b.hear(0, a.say(CHOICE, b""))
     assert b.missing() == set()
-    assert a.conclude() == b.conclude() == [(PASS, b""), (TALK, b"x")]
+    assert a.conclude() == b.conclude() == [(CHOICE, b""), (TALK, b"x")]
     assert a.asked == set() and b.answered
 
 
 def test_rounds_what_was_said_before_an_epoch_ended_is_void():
     a, b = Rounds(0, 2), Rounds(1, 2)
     stale = [b.say(HEADER, b"0"), b.say(HEADER, b"1")]
-    a.say(PASS, b"")
+    a.say(CHOICE, b"")
     a.hear(1, stale[0])
     assert a.conclude() is not None
     a.end_epoch()
@@ -80,13 +80,13 @@ def test_rounds_what_was_said_before_an_epoch_ended_is_void():
 
 def test_rounds_keeps_what_is_said_for_an_epoch_that_has_not_begun_here():
     a, b = Rounds(0, 2), Rounds(1, 2)
-    a.say(PASS, b"")
+    a.say(CHOICE, b"")
     first = b.say(HEADER, b"0")
     b.end_epoch()
     second = b.say(TALK, b"early")
     a.hear(1, first)
     a.hear(1, second)
-    assert a.conclude() == [(PASS, b""), (HEADER, b"0")]
+    assert a.conclude() == [(CHOICE, b""), (HEADER, b"0")]
     assert a.conclude() is None
     a.end_epoch()
     assert a.asked == {TALK}
