@@ -124,6 +124,17 @@ class Soak:
             self._residuals[which, name] = exchanges
         return outputs[0]
 
+    def residuals(self) -> dict[Any, list[dict[str, Any]]]:
+        """The states of all oracles with error feedback."""
+        return {key: [exchange.state() for exchange in exchanges] for key, exchanges in self._residuals.items()}
+
+    def load_residuals(self, states: dict[Any, list[dict[str, Any]]]) -> None:
+        """Go on from `residuals()`; an oracle that is newer forgets."""
+        self._residuals = {key: self._residuals[key] for key in states}
+        for key, per_rank in states.items():
+            for exchange, state in zip(self._residuals[key], per_rank):
+                exchange.load_state(state)
+
     def check(self, result: torch.Tensor, wanted: np.ndarray, what: str) -> None:
         """Compare bit for bit; stock Horovod, which adds in its own order, to float32's precision."""
         got = result.detach().numpy()
@@ -273,22 +284,25 @@ def one_compressor(soak: Soak, shared: random.Random) -> None:
 
 
 def state(soak: Soak, shared: random.Random) -> None:
-    """`load_state_dict(state_dict())` between backward and step changes nothing, and memory of others neither."""
+    """A state that is loaded between backward and step counts from the next step on, and overwrites nobody's memory."""
     which = len(POOL) - 1
     prefix, sizes = soak.sizes("state", which)
     compressor = soak.compressors[which]
     model = Model(prefix, sizes, compressor)
     for _ in range(N_STEPS):
+        saved = None if soak.stock else compressor.state_dict()
+        oracles = soak.residuals()
         soak.call(soak.start(model, which, shared, ""))
         strangers: list[np.ndarray] = []
-        if not soak.stock:
-            compressor.load_state_dict(compressor.state_dict())
+        if saved is not None:
+            compressor.load_state_dict(saved)
             # Arrays that may get the memory of the residuals that were replaced.
             strangers = [np.full(n, 7, np.float32) for n in sizes for _ in range(3)]
         soak.pause()
         soak.finish(model)
         if any((stranger != 7).any() for stranger in strangers):
             raise Difference(f"{prefix}: memory that is not the compressor's was overwritten")
+        soak.load_residuals(oracles)
 
 
 def metric(soak: Soak, shared: random.Random) -> None:
