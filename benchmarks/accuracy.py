@@ -25,7 +25,7 @@ import torch
 from accuracy_tasks import TASKS, Task, load
 from studies import ROOT, Records, parse_arguments, pyplot, save, values
 
-from horovod_aps.predict import parse_format
+from horovod_aps.tools.predict import parse_format
 from horovod_aps.simulate import EmulatedOptimizer
 
 FORMATS = ((5, 2), (4, 3), (3, 4), (3, 2), (3, 0), (2, 1))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from horovod_aps.predict import parse_format, table
+from horovod_aps.tools.predict import parse_format, table
 from horovod_aps.simulate import float_quantize, quant_gemm
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from horovod_aps import report
 from horovod_aps.exchange import Exchange
 from horovod_aps.log import logger
 from horovod_aps.options import AUTO_CANDIDATES, Options
@@ -160,6 +159,8 @@ class BaseCompressor:
 
     def report(self, path: str | Path, title: str = "APS run") -> None:
         """Write an HTML page on `stats()`, with errors if the compressor was made with stats=True."""
+        from horovod_aps.tools import report
+
         report.write(self.stats(), path, title)
 
     def state_dict(self) -> dict[str, Any]:

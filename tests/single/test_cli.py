@@ -4,16 +4,14 @@ import argparse
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from horovod_aps import calibrate, cli, perfmodel, predict, shapes
-from horovod_aps.perfmodel import KernelRates, Machine, Network
+from horovod_aps.tools import calibrate, cli, perfmodel, predict, shapes
+from horovod_aps.tools.perfmodel import KernelRates, Machine, Network
 
 
 @pytest.mark.parametrize(
@@ -128,8 +126,6 @@ def test_predict_takes_users_model_and_calibration(capsys, tmp_path, monkeypatch
         (["--calibration", "/does/not/exist.json"], "No such file"),
         (["--model", "nosuchmodule:build"], "--model must be module:function that can be imported, got 'nosuch"),
         (["--model", "torch:nosuchfunction"], "--model must be module:function that can be imported"),
-        (["--check", str(Path(__file__).parents[2] / "benchmarks/results/feedback.json")], "benchmarks/sync.py wrote"),
-        (["--check", str(Path(__file__).parents[2] / "benchmarks/results/kernels.json")], "benchmarks/sync.py wrote"),
         (["--ranks-per-host", "0"], "ranks_per_host must be at least 1, got 0"),
     ],
 )
@@ -137,80 +133,6 @@ def test_predict_mistakes_are_one_line(arguments, message, capsys):
     assert cli.main(["predict", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("horovod-aps predict: ") and message in error and error.count("\n") == 1
-
-
-def sync_results(link: Network, machine: Machine, factor: float, n_ranks: int = 2) -> dict:
-    """A file as benchmarks/sync.py writes it, its measurements being the model's predictions times
-    `factor`.
-    """
-    sizes = shapes.layer_sizes("resnet50")
-    link = replace(link, allreduce="openmpi")
-    methods = {
-        "horovod_fp32": perfmodel.predict_ring(sizes, n_ranks, link, machine).total,
-        "horovod_fp16": perfmodel.predict_ring(sizes, n_ranks, link, machine, 16).total,
-        "aps_4_3": perfmodel.predict_exchange(sizes, n_ranks, link, machine).total,
-        "ddp_fp32": 1.0,
-    }
-    return {
-        "case": {"work": "resnet50", "link": "1gbit+5ms", "n_hosts": n_ranks, "launcher": "mpi"},
-        "n_elements": sum(sizes),
-        "n_ranks": n_ranks,
-        "rate_bits": 1e9,
-        "methods": {name: {"median": seconds * factor} for name, seconds in methods.items()},
-    }
-
-
-def test_predict_check_prints_errors(capsys, tmp_path):
-    machine = Machine()
-    link = replace(Network(), bandwidth=1.25e8, latency=Network().latency + 5e-3)
-    step = {**sync_results(link, machine, 1.0), "case": {"work": "step", "link": "1gbit", "launcher": "mpi"}}
-    document = {"results": [sync_results(link, machine, 1.0), sync_results(link, machine, 1 / 1.3), step]}
-    (tmp_path / "r.json").write_text(json.dumps(document))
-    assert cli.main(["predict", "--check", str(tmp_path / "r.json")]) == 0
-    text = capsys.readouterr().out
-    assert text.count("+0 %") == 3 and text.count("+30 %") == 3
-    # Of six comparisons, three are exact and three 30 % too high; 2 DDP and 4 step entries have no model.
-    assert "6 comparisons, 6 without a counterpart; median error 15 %, largest 30 %" in text
-    # A second file, of three hosts, 10 % too high: medians by link, hosts and method over both.
-    (tmp_path / "s.json").write_text(json.dumps({"results": [sync_results(link, machine, 1 / 1.1, 3)]}))
-    assert cli.main(["predict", "--check", str(tmp_path / "r.json"), str(tmp_path / "s.json")]) == 0
-    text = capsys.readouterr().out
-    assert "9 comparisons, 7 without a counterpart; median error 10 %, largest 30 %" in text
-    summary = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.split("Median")[1].splitlines()[4:]]
-    assert [row for row in summary if len(row) == 5] == [
-        ["link", "1gbit+5ms", "9", "10 %", "30 %"],
-        ["hosts", "2", "6", "15 %", "30 %"],
-        ["hosts", "3", "3", "10 %", "10 %"],
-        *(["method", method, "3", "10 %", "30 %"] for method in ("horovod_fp32", "horovod_fp16", "aps_4_3")),
-    ]
-
-
-def test_predict_check_knows_that_hosts_share_cores(capsys, tmp_path):
-    """Oracle: a machine of two cores in the model itself; four hosts need twice the processor time."""
-    link = replace(Network(), bandwidth=1.25e8, latency=Network().latency + 5e-3, host_rate=1e8)
-    document = {"results": [sync_results(link, Machine(cores=2), 1.0, 4)], "machine": {"cores": 2}}
-    (tmp_path / "r.json").write_text(json.dumps(document))
-    assert cli.main(["predict", "--check", str(tmp_path / "r.json"), "--host-rate", "0.1GB"]) == 0
-    assert "3 comparisons, 1 without a counterpart; median error 0 %, largest 0 %" in capsys.readouterr().out
-
-
-def test_predict_is_within_a_fifth_of_what_was_measured(capsys):
-    """At 1 and 10 Gbit/s, 2 to 4 hosts. Oracle: the committed measurements, whose page shows every error."""
-    results = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-    cases = {(case["case"]["link"], case["n_ranks"])
-             for case in json.loads((results / "hosts.json").read_text())["results"]}
-    assert cases == {(link, hosts) for link in ("1gbit", "10gbit") for hosts in (2, 3, 4)}
-    assert cli.main(["predict", "--check", str(results / "hosts.json")]) == 0
-    text = capsys.readouterr().out
-    n_comparisons, median = map(int, re.search(r"(\d+) comparisons.*median error (\d+) %", text).groups())
-    assert n_comparisons == 24 and median <= 20
-    assert text.strip() in (results / "hosts.md").read_text()
-
-
-def test_predict_check_without_any_counterpart(capsys, tmp_path):
-    (tmp_path / "r.json").write_text('{"results": []}')
-    assert cli.main(["predict", "--check", str(tmp_path / "r.json")]) == 2
-    assert "at least one case" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("n_ranks", [2, 3, 4])
@@ -270,7 +192,7 @@ def test_calibrate_measures_on_two_ranks(tmp_path):
         "2",
         sys.executable,
         "-m",
-        "horovod_aps.cli",
+        "horovod_aps.tools.cli",
     ]
     command += [
         "calibrate",
@@ -298,7 +220,7 @@ def test_calibrate_needs_ranks(capsys):
     assert cli.main(["calibrate", "--elements", "10"]) == 2
     assert "--elements must be at least 64" in capsys.readouterr().err
     done = subprocess.run(
-        [sys.executable, "-m", "horovod_aps.cli", "calibrate"], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "horovod_aps.tools.cli", "calibrate"], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 2 and "needs at least 2 ranks, got 1" in done.stderr
 
@@ -314,7 +236,7 @@ def test_a_reader_that_leaves_early_is_no_error():
     """As in `horovod-aps predict | head`: the pipe's other end is closed before anything is written."""
     read_end, write_end = os.pipe()
     os.close(read_end)
-    command = [sys.executable, "-m", "horovod_aps.cli", "predict", "--model", "resnet50"]
+    command = [sys.executable, "-m", "horovod_aps.tools.cli", "predict", "--model", "resnet50"]
     done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (0, "")

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from horovod_aps import cli, config
+from horovod_aps import config
+from horovod_aps.tools import cli
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
@@ -132,7 +133,7 @@ AROUND = {
 }
 RUNNER = """
 import importlib, json, os, sys
-from horovod_aps import doctor
+from horovod_aps.tools import doctor
 rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
 for where, text, module in json.load(open(sys.argv[1])):
     print("running", where, flush=True)

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from horovod_aps import config, doctor, kernels
+from horovod_aps import config, kernels
+from horovod_aps.tools import doctor
 
-COMMAND = [sys.executable, "-m", "horovod_aps.cli", "doctor"]
+COMMAND = [sys.executable, "-m", "horovod_aps.tools.cli", "doctor"]
 MPIRUN = ["mpirun", "--oversubscribe", "--bind-to", "none"]
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
 

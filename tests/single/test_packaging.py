@@ -18,7 +18,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from horovod_aps import doctor, kernels
+from horovod_aps import kernels
+from horovod_aps.tools import doctor
 
 ROOT = Path(__file__).parents[2]
 ROUND_TRIP = """
@@ -216,6 +217,9 @@ def test_packaging_import_loads_neither_a_framework_nor_numpy() -> None:
         "bad = {'torch', 'tensorflow', 'cupy', 'mpi4py', 'horovod', 'numpy'} & set(sys.modules)\n"
         "assert not bad, bad\n"
         "from horovod_aps import FloatFormat, kernels\n"
+        "from horovod_aps.tools import cli\n"
+        "cli.build_parser()\n"
+        "from horovod_aps import perfmodel\n"
         "bad = {'torch', 'tensorflow', 'cupy', 'mpi4py', 'horovod'} & set(sys.modules)\n"
         "assert not bad, bad\n"
     )

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from horovod_aps import perfmodel
 from horovod_aps.layout import LayerSpec, plan_buckets
 from horovod_aps.options import WireFormat
-from horovod_aps.perfmodel import (
+from horovod_aps.tools import perfmodel
+from horovod_aps.tools.perfmodel import (
     KernelRates,
     Machine,
     Network,

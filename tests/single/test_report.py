@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from horovod_aps import report
 from horovod_aps.exchange import Layer, local_allreduce
 from horovod_aps.kernels import EXP_ZERO, CpuKernels
 from horovod_aps.options import Options, as_wire_format
+from horovod_aps.tools import report
 
 VOID_TAGS = {"meta", "rect", "br"}
 

@@ -1,11 +1,11 @@
-"""horovod_aps.shapes against the published sizes of the models and against torch's own layers."""
+"""horovod_aps.tools.shapes against the published sizes of the models and against torch's own layers."""
 
 import math
 
 import pytest
 import torch
 
-from horovod_aps.shapes import MODELS, layer_shapes, layer_sizes
+from horovod_aps.tools.shapes import MODELS, layer_shapes, layer_sizes
 
 # Parameters as published (torchvision's model table, the BERT and GPT-2 checkpoints), and numbers of tensors.
 PUBLISHED = {

@@ -15,11 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from horovod_aps import cli, config, timeline
+from horovod_aps import config, timeline
 from horovod_aps.exchange import Layer, local_allreduce
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.log import logger
 from horovod_aps.options import Options
+from horovod_aps.tools import cli
+from horovod_aps.tools.timeline import merge
 
 TWO_RANKS = ["APS_SCAN", "APS_EXPONENTS", "APS_ENCODE", "APS_ALLGATHER", "APS_DECODE"]
 THREE_RANKS = [*TWO_RANKS[:3], "APS_ALLTOALL", "APS_REDUCE", "APS_ALLGATHER", "APS_DECODE"]
@@ -130,7 +132,7 @@ def test_merge_shifts_to_one_axis_and_refuses_foreign_files(tmp_path, capsys):
     for text in ("not json", "[]", "{}", "[1]", '[{"args": 3}]'):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(ValueError, match="bad.json must be a timeline"):
-            timeline.merge([tmp_path / "bad.json"])
+            merge([tmp_path / "bad.json"])
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from horovod_aps import perfmodel
-from horovod_aps.perfmodel import KernelRates, Machine, Network
-from horovod_aps.predict import parse_format, table
+from horovod_aps.tools import perfmodel
+from horovod_aps.tools.perfmodel import KernelRates, Machine, Network
+from horovod_aps.tools.predict import parse_format, table
 
 FORMATS = ((4, 3), (5, 2), (3, 2), (3, 0))
 N_TENSORS = 64

@@ -8,15 +8,14 @@ import json
 import math
 import os
 import re
-import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from horovod_aps import perfmodel
-from horovod_aps.perfmodel import GBIT, Machine, Network
+from horovod_aps.tools import perfmodel, shapes
+from horovod_aps.tools.perfmodel import GBIT, Machine, Network
 
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 SCALING_RANKS = [2**k for k in range(1, 11)]
@@ -86,9 +85,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--scaling", action="store_true", help="also print scaling from 2 to 1024 ranks")
     parser.add_argument("--plot", type=Path, help="save a plot of time against bandwidth and ranks here")
     parser.add_argument("--json", type=Path, help="save the tables here")
-    parser.add_argument(
-        "--check", type=Path, nargs="+", metavar="RESULTS", help="compare with JSON files of benchmarks/sync.py"
-    )
     parser.set_defaults(run=run)
 
 
@@ -103,8 +99,6 @@ def model_sizes(name: str) -> list[int]:
         except (ImportError, AttributeError) as error:
             raise ValueError(f"--model must be module:function that can be imported, got {name!r}: {error}") from error
         return [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
-    from horovod_aps import shapes
-
     if name not in shapes.MODELS:
         raise ValueError(
             f"--model must be one of {', '.join(shapes.MODELS)} or module:function, got {name!r}"
@@ -264,8 +258,6 @@ def save_plot(
 def run(args: argparse.Namespace) -> int:
     """Print the tables that were asked for."""
     network, machine = load_parameters(args)
-    if args.check:
-        return check(args.check, network, machine)
     if min(args.ranks) < 1:
         raise ValueError(f"--ranks must be at least 1, got {min(args.ranks)}")
     sizes = model_sizes(args.model)
@@ -298,87 +290,3 @@ def run(args: argparse.Namespace) -> int:
         save_plot(args.plot, sizes, links, args.format, machine, args.ranks, forward, backward, args.model)
         print(f"\nplot: {args.plot}")
     return 0
-
-
-def check(paths: Sequence[Path], network: Network, machine: Machine) -> int:
-    """Compare predictions with the measurements in JSON files of benchmarks/sync.py and print the errors.
-
-    Covers Horovod's own methods and ours on built-in models and on one flat vector, over MPI on links of
-    known rate; the rest (other frameworks, whole training steps) has no counterpart in the model and is left
-    out. All hosts of the benchmark share one machine's cores.
-    """
-    rows, errors, left_out = [], [], 0
-    groups: dict[str, dict[str, list[float]]] = {"link": {}, "hosts": {}, "method": {}}
-    for path in paths:
-        results, cores = _read_results(path)
-        machine = replace(machine, cores=min(machine.cores, cores))
-        for result in results:
-            case, n_ranks = result["case"], result["n_ranks"]
-            sizes = _case_sizes(case["work"], result["n_elements"])
-            if sizes is None or result["rate_bits"] is None or case["launcher"] != "mpi":
-                left_out += len(result["methods"])
-                continue
-            delay = float(case["link"].partition("+")[2].removesuffix("ms") or 0) / 1e3
-            link = replace(
-                nominal(network, result["rate_bits"] / 8),
-                ranks_per_host=1,
-                latency=network.latency + delay,
-                allreduce="openmpi",  # Horovod over Open MPI
-            )
-            for method, one in result["methods"].items():
-                predicted = _predict_method(method, sizes, n_ranks, link, machine)
-                if predicted is None:
-                    left_out += 1
-                    continue
-                error = predicted / one["median"] - 1
-                errors.append(abs(error))
-                for kind, name in (("link", case["link"]), ("hosts", str(n_ranks)), ("method", method)):
-                    groups[kind].setdefault(name, []).append(abs(error))
-                times = (f"{1e3 * one['median']:.1f}", f"{1e3 * predicted:.1f}", f"{100 * error:+.0f} %")
-                rows.append([case["work"], case["link"], n_ranks, method, *times])
-    if not rows:
-        names = ", ".join(map(str, paths))
-        raise ValueError(f"--check: {names} must hold at least one case that the model covers, got none")
-    print(table(["work", "link", "ranks", "method", "measured ms", "predicted ms", "error"], rows))
-    print("\nMedian and largest error:\n")
-    summary = [
-        [kind, name, str(len(mine)), f"{100 * statistics.median(mine):.0f} %", f"{100 * max(mine):.0f} %"]
-        for kind, by_name in groups.items()
-        for name, mine in by_name.items()
-    ]
-    print(table(["by", "", "comparisons", "median", "largest"], summary))
-    print(
-        f"\n{len(errors)} comparisons, {left_out} without a counterpart; median error "
-        f"{100 * statistics.median(errors):.0f} %, largest {100 * max(errors):.0f} %"
-    )
-    return 0
-
-
-def _read_results(path: Path) -> tuple[list[dict[str, Any]], float]:
-    """The results in a JSON file of benchmarks/sync.py, and the cores of the machine that it ran on."""
-    document = json.loads(path.read_text())
-    results = document.get("results") if isinstance(document, dict) else None
-    needed = {"case", "n_ranks", "n_elements", "rate_bits", "methods"}
-    if not isinstance(results, list) or any(not needed <= set(result) for result in results):
-        raise ValueError(f"--check: {path} must be a JSON file that benchmarks/sync.py wrote")
-    return results, document.get("machine", {}).get("cores") or math.inf
-
-
-def _case_sizes(work: str, n_elements: int) -> list[int] | None:
-    from horovod_aps import shapes
-
-    if work == "flat":
-        return [n_elements]
-    return shapes.layer_sizes(work) if work in shapes.MODELS else None
-
-
-def _predict_method(
-    method: str, sizes: list[int], n_ranks: int, link: Network, machine: Machine
-) -> float | None:
-    """Seconds of one of the benchmark's methods; None if the model does not know it."""
-    if method in ("horovod_fp32", "horovod_fp16"):
-        return perfmodel.predict_ring(sizes, n_ranks, link, machine, int(method[-2:])).total
-    match = re.fullmatch(r"aps_(\d+)_(\d+)", method)
-    if match is None:
-        return None
-    return perfmodel.predict_exchange(sizes, n_ranks, link, machine, int(match[1]), int(match[2])).total

@@ -16,7 +16,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="horovod-aps", description="Tools around horovod_aps.")
     subparsers = parser.add_subparsers(dest="command", required=True)
     for name in SUBCOMMANDS:
-        importlib.import_module(f"horovod_aps.{name}").add_parser(subparsers)
+        importlib.import_module(f"horovod_aps.tools.{name}").add_parser(subparsers)
     return parser
 
 
