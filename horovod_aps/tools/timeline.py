@@ -34,11 +34,17 @@ def add_parser(subparsers: Any) -> None:
     """Add the `timeline` subcommand."""
     parser = subparsers.add_parser("timeline", help="merge timelines of Horovod and horovod_aps")
     parser.add_argument("files", nargs="+", type=Path, help="Horovod's timeline and trace.rank<r>.json files")
-    parser.add_argument("--output", type=Path, default=Path("merged.json"))
+    parser.add_argument("--output", type=Path, default=Path("merged.json"), help="(default: %(default)s)")
+    parser.add_argument("--force", action="store_true", help="overwrite the output if it is there already")
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.output.exists():
+        if any(args.output.samefile(path) for path in args.files if path.exists()):
+            raise ValueError(f"--output must not be one of the files to merge, got {args.output}")
+        if not args.force:
+            raise FileExistsError(f"{args.output} is there already; name another by --output, or add --force")
     events = merge(args.files)
     args.output.write_text(json.dumps(events))
     print(f"{len(events)} events of {len(args.files)} files in {args.output}; see it in chrome://tracing")

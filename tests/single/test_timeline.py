@@ -129,6 +129,12 @@ def test_merge_shifts_to_one_axis_and_refuses_foreign_files(tmp_path, capsys):
     assert cli.main(["timeline", *files, "--output", str(out)]) == 0
     times = {e["name"]: e["ts"] for e in json.loads(out.read_text()) if "ts" in e}
     assert times == {"ALLREDUCE": 50, "APS_SCAN": 207}
+    before = out.read_text()
+    assert cli.main(["timeline", *files[:1], "--output", str(out)]) == 2 and out.read_text() == before
+    assert "merged.json is there already; name another by --output, or add --force" in capsys.readouterr().err
+    assert cli.main(["timeline", *files[:1], "--output", str(out), "--force"]) == 0 and out.read_text() != before
+    assert cli.main(["timeline", *files, "--output", files[0], "--force"]) == 2
+    assert "--output must not be one of the files to merge" in capsys.readouterr().err
     for text in ("not json", "[]", "{}", "[1]", '[{"args": 3}]'):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(ValueError, match="bad.json must be a timeline"):
