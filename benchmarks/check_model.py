@@ -107,10 +107,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--calibration", type=Path, help="JSON written by horovod-aps calibrate")
     parser.add_argument("--host-rate", type=predict.parse_bandwidth, help="what a rank moves through its network stack")
     args = parser.parse_args(argv)
-    network, machine = perfmodel.load_calibration(args.calibration) if args.calibration else (Network(), Machine())
-    if args.host_rate is not None:
-        network = replace(network, host_rate=args.host_rate)
+    network, machine = Network(), Machine()
     try:
+        if args.calibration:
+            # Bandwidth and ranks per host are the benchmark's.
+            found = perfmodel.load_calibration(args.calibration, assume_defaults=True)
+            network, machine = found.network, found.machine
+        if args.host_rate is not None:
+            network = replace(network, host_rate=args.host_rate)
         return check(args.results, network, machine)
     except (ValueError, FileNotFoundError) as error:
         print(error, file=sys.stderr)

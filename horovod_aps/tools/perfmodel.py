@@ -5,9 +5,10 @@ It needs only layer sizes and a few rates, so it answers "what would APS buy on 
 second.
 
 What is modelled: messages cost `latency + bytes / rate` on a flat or two-level network; kernels and copies
-cost bytes over a measured rate; tensors are cut into buckets that travel through "cpu" and "wire" stages like
-jobs through two machines; a bucket can start when backward has produced its gradients. What is not:
-congestion, stragglers, jitter, and the processor time that the network itself takes from the ranks.
+cost bytes over a measured rate. A rank's own thread does backward, hooks, casts and our kernels one after the
+other. Horovod's thread reduces in every cycle whatever is ready by then, fused; our buckets start when backward has
+filled them, and their later stages run between layers. So all methods overlap with backward as far as they do.
+What is not: congestion, stragglers, jitter, and the processor time that the network itself takes from the ranks.
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ from horovod_aps.layout import LayerSpec, lay_out_bucket, split_into_buckets
 from horovod_aps.options import WireFormat
 
 GBIT = 1e9 / 8
-SCHEMA = 1
+SCHEMA = 2  # 1 had values that were out of bounds, or never measured, as if they were
+SLOWEST, SLOWEST_LINK, FASTEST = 5e7, 1e5, 2e11  # bytes/s of one rank: a rate out of these bounds is noise
 ALLREDUCES = ("ring", "openmpi")
+# Of swaps that go in turn, the part that still does where several ranks share a host's link and fill each other's gaps:
+# with 2 and 4 ranks on each of two hosts Open MPI took 1.5 to 1.75 times as long as both directions at once would.
+SHARED_TURN = 0.6
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,8 @@ class Network:
         """Every rank swaps `nbytes` with the one `distance` away; all of a host's ranks share its link."""
         if distance < self.ranks_per_host:
             return self.intra_latency + nbytes / self.intra_bandwidth
-        return self.latency + self.ranks_per_host * nbytes * (1 + in_turn) / self.rate
+        turn = in_turn * (SHARED_TURN if self.ranks_per_host > 1 else 1.0)
+        return self.latency + self.ranks_per_host * nbytes * (1 + turn) / self.rate
 
     def openmpi(self, nbytes: float, n_ranks: int) -> float:
         """Rabenseifner's algorithm: reduce-scatter by halving, all-gather by doubling, log2(N) steps each.
@@ -126,6 +132,28 @@ class Network:
             power = n_ranks
         return (2 * (power - 1) + 2.5 * (n_ranks - power)) / n_ranks * nbytes
 
+    def own_host_bytes(self, nbytes: float, n_ranks: int) -> float:
+        """What leaves one host of it; nothing if all ranks are on one."""
+        local = self._local(n_ranks)
+        hosts = math.ceil(n_ranks / local)
+        if hosts == 1:
+            return 0.0
+        if self.allreduce == "ring" or self.hierarchical:  # one stream crosses each host's link
+            n = hosts if self.hierarchical else n_ranks
+            return 2 * (n - 1) / n * nbytes
+        if local == 1:
+            return self.own_bytes(nbytes, n_ranks)
+        power, distance, crossing = 1 << (n_ranks.bit_length() - 1), 1, 0.0
+        while distance < power:
+            crossing += nbytes / distance if distance >= local else 0.0
+            distance *= 2
+        return local * crossing
+
+    def direct_host_bytes(self, nbytes: float, n_ranks: int) -> float:
+        """What leaves one host when everyone sends `nbytes` to everyone else: all of its ranks' messages."""
+        local = self._local(n_ranks)
+        return local * (n_ranks - local) * nbytes
+
     def direct(self, nbytes: float, n_ranks: int) -> float:
         """Everyone sends `nbytes` to everyone else at once: one phase of the exchange.
 
@@ -139,7 +167,7 @@ class Network:
         inside = (local - 1) * nbytes / self.intra_bandwidth
         if n_ranks == local:
             return (n_ranks - 1) * self.intra_latency + inside
-        remote = self.latency + local * (n_ranks - local) * nbytes / self.rate
+        remote = self.latency + self.direct_host_bytes(nbytes, n_ranks) / self.rate
         return (n_ranks - 1) * self.intra_latency + max(inside, remote)
 
     def small(self, n_ranks: int) -> float:
@@ -169,7 +197,7 @@ class Machine:
     add16_rate: float = 2e9  # fp16 sum inside the ring, in bytes of fp16
     cast_rate: float = 6e9  # fp32 <-> fp16 in Compression.fp16, in bytes of fp32
     # 146 tiny tensors over shared memory take 8.2 ms and 10.2 ms (benchmarks/results/sync.md).
-    tensor_overhead: float = 50e-6  # hook, enqueue and negotiation of one tensor in Horovod
+    tensor_overhead: float = 50e-6  # one tensor in Horovod: half of it in its hook, half in synchronize()
     layer_overhead: float = 50e-6  # the same for one tensor in our exchange
     cycle_time: float = 1e-3
     fusion_bytes: float = 128 * 2**20
@@ -200,54 +228,73 @@ class Machine:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Times of one synchronisation: `total` from the start of backward, `exposed` after its end."""
+    """Times of one synchronisation: `total` from the start of backward, `exposed` after its end.
+
+    `bytes_sent` is what a rank sends on average, `host_bytes` what leaves its host.
+    """
 
     total: float
     exposed: float
     wire: float
     cpu: float
     bytes_sent: float
+    host_bytes: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Job:
-    """One bucket: when its gradients are ready, and its stages (resource, seconds) in order."""
+    """One part of a bucket on its way: its stages (kind, seconds) in order, and when the next may start.
 
-    ready: float
+    A "cpu" stage needs the rank's thread, a "wire" stage the link; a "delay" is a small message, which does not queue.
+    """
+
+    at: float
     stages: list[tuple[str, float]]
 
 
-def _schedule(jobs: Sequence[_Job]) -> float:
-    """End of the last stage when each resource serves one stage at a time, first come first served."""
-    free: dict[str, float] = {}
-    position, earliest = [0] * len(jobs), [job.ready for job in jobs]
-    pending = [index for index, job in enumerate(jobs) if job.stages]
-    while pending:
+class _Rank:
+    """A rank's clock: its own thread, which computes, and the wire, one message after the other."""
 
-        def start(index: int) -> float:
-            return max(earliest[index], free.get(jobs[index].stages[position[index]][0], 0.0))
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._wire_free = 0.0
+        self._jobs: list[_Job] = []
 
-        # A later bucket's first stage rarely beats an earlier bucket's next one: buckets enter in order.
-        index = min(pending[:8], key=lambda i: (start(i), i))
-        resource, seconds = jobs[index].stages[position[index]]
-        earliest[index] = free[resource] = start(index) + seconds
-        position[index] += 1
-        if position[index] == len(jobs[index].stages):
-            pending.remove(index)
-    return max(earliest, default=0.0)
+    def start(self, stages: Sequence[tuple[str, float]]) -> None:
+        """Put a job on its way; it takes the cpu when it is its turn."""
+        self._jobs.append(_Job(self.now, list(stages)))
 
+    def look(self) -> None:
+        """Run all stages that can run now, earlier jobs first; what they send takes the wire in the same order."""
+        moved = True
+        while moved:
+            moved = False
+            for job in self._jobs:
+                while job.stages and (job.stages[0][0] != "cpu" or job.at <= self.now):
+                    kind, seconds = job.stages.pop(0)
+                    if kind == "wire":
+                        job.at = self._wire_free = max(job.at, self._wire_free) + seconds
+                    elif kind == "delay":
+                        job.at += seconds
+                    else:
+                        job.at = self.now = self.now + seconds
+                    moved = True
+            self._jobs = [job for job in self._jobs if job.stages or job.at > self.now]
 
-def _finish(jobs: Sequence[_Job], overlap: float) -> float:
-    """End time between no overlap of cpu and wire (one resource) and full overlap (two)."""
-    serial = _schedule([_Job(job.ready, [("cpu", seconds) for _, seconds in job.stages]) for job in jobs])
-    return serial - overlap * (serial - _schedule(jobs))
+    def finish(self) -> float:
+        """Bring all jobs home."""
+        self.look()
+        while self._jobs:
+            self.now = min(job.at for job in self._jobs)
+            self.look()
+        return self.now
 
 
 def fused(sizes: Sequence[int], limit: float) -> list[list[int]]:
-    """Cut the layers, last first as backward produces them, into Horovod's fusion buffers of `limit` fp32 bytes."""
+    """Cut layers, in the given order, into Horovod's fusion buffers of `limit` fp32 bytes."""
     out: list[list[int]] = []
     filled = 0.0
-    for size in reversed(sizes):
+    for size in sizes:
         if not out or filled + 4 * size > limit:
             out.append([])
             filled = 0.0
@@ -256,35 +303,23 @@ def fused(sizes: Sequence[int], limit: float) -> list[list[int]]:
     return out
 
 
-def _ready_times(groups: Sequence[Sequence[int]], backward: float) -> list[float]:
-    """When each bucket is complete if every layer takes the same share of backward."""
-    n_layers = sum(len(group) for group in groups)
-    done, times = 0, []
-    for group in groups:
-        done += len(group)
-        times.append(backward * done / n_layers)
-    return times
-
-
 def _shared(network: Network, machine: Machine, n_ranks: int) -> Network:
     """The network as ranks see it that share cores: its stack runs on them too."""
     return replace(network, host_rate=network.host_rate / machine.slowdown(n_ranks))
 
 
-def _check(sizes: Sequence[int], n_ranks: int) -> None:
+def _check(sizes: Sequence[int], n_ranks: int, backward: float) -> None:
     if n_ranks < 1:
         raise ValueError(f"perfmodel: n_ranks must be at least 1, got {n_ranks}")
     if not sizes or min(sizes) < 0:
         raise ValueError("perfmodel: sizes must be a non-empty list of element counts")
+    if not 0 <= backward < math.inf:
+        raise ValueError(f"perfmodel: backward must be finite and not negative, got {backward}")
 
 
-def _prediction(jobs: list[_Job], machine: Machine, backward: float, sent: float) -> Prediction:
-    total = max(backward, _finish(jobs, machine.overlap))
-    spent = {"cpu": 0.0, "wire": 0.0}
-    for job in jobs:
-        for resource, seconds in job.stages:
-            spent[resource] += seconds
-    return Prediction(total, total - backward, spent["wire"], spent["cpu"], sent)
+def _on_cores(total: float, computing: float, n_ranks: int, machine: Machine) -> float:
+    """No less than all ranks' computing, backward and Horovod's own thread included, takes on cores that they share."""
+    return max(total, computing * n_ranks / machine.cores)
 
 
 def predict_ring(
@@ -295,41 +330,47 @@ def predict_ring(
     bits: int = 32,
     backward: float = 0.0,
 ) -> Prediction:
-    """Horovod's own all-reduce, ring or not, in fp32 (`bits=32`) or with `Compression.fp16` (`bits=16`)."""
-    _check(sizes, n_ranks)
+    """Horovod's own all-reduce, ring or not, in fp32 (`bits=32`) or with `Compression.fp16` (`bits=16`).
+
+    Hooks, and casts to fp16, are part of backward. In every cycle Horovod's thread fuses and reduces what is ready by
+    then, while backward goes on; `synchronize()` then takes the results in order, and casts them back.
+    """
+    _check(sizes, n_ranks, backward)
     if bits not in (16, 32):
         raise ValueError(f"predict_ring: bits must be 16 or 32, got {bits}")
     if n_ranks == 1:
         return Prediction(backward, 0.0, 0.0, 0.0, 0.0)
-    network = _shared(network, machine, n_ranks)
-    groups = fused(sizes, machine.fusion_bytes * 32 / bits)
-    jobs, slow, sent = [], machine.slowdown(n_ranks), 0.0
-    for group, ready in zip(groups, _ready_times(groups, backward), strict=True):
-        n = sum(group)
-        payload = n * bits / 8
-        copies = 2 * payload / machine.copy_rate if len(group) > 1 else 0.0
-        casts = 2 * 4 * n / machine.cast_rate if bits == 16 else 0.0
-        add = payload * (n_ranks - 1) / n_ranks / (machine.add16_rate if bits == 16 else machine.add_rate)
-        hooks = machine.tensor_overhead * len(group)
-        # Copies and sums happen inside the collective: Open MPI waits for each step before adding.
-        jobs.append(
-            _Job(
-                ready,
-                [
-                    ("cpu", slow * (hooks + (casts + copies) / 2)),
-                    (
-                        "wire",
-                        machine.cycle_time
-                        + network.small(n_ranks)
-                        + network.own(payload, n_ranks)
-                        + slow * add,
-                    ),
-                    ("cpu", slow * (casts + copies) / 2),
-                ],
-            )
-        )
-        sent += network.own_bytes(payload, n_ranks)
-    return _prediction(jobs, machine, backward, sent)
+    network, slow = _shared(network, machine, n_ranks), machine.slowdown(n_ranks)
+    order = list(reversed(sizes))
+    per_tensor = [
+        slow * (machine.tensor_overhead / 2 + (4 * n / machine.cast_rate if bits == 16 else 0.0)) for n in order
+    ]
+    ready, now = [], 0.0
+    for seconds in per_tensor:
+        now += backward / len(order) + seconds
+        ready.append(now)
+
+    done: list[float] = []
+    thread = wire = cpu = sent = left_host = 0.0
+    while len(done) < len(order):
+        thread = max(thread, ready[len(done)]) + machine.cycle_time
+        batch = [n for n, at in zip(order[len(done) :], ready[len(done) :]) if at <= thread]
+        thread, wire = thread + network.small(n_ranks), wire + network.small(n_ranks)
+        for group in fused(batch, machine.fusion_bytes * 32 / bits):
+            payload = sum(group) * bits / 8
+            copies = 2 * payload / machine.copy_rate if len(group) > 1 else 0.0
+            add = payload * (n_ranks - 1) / n_ranks / (machine.add16_rate if bits == 16 else machine.add_rate)
+            moving, computing = network.own(payload, n_ranks), slow * (copies + add)
+            # Copies and sums happen inside the collective: Open MPI waits for each step before adding.
+            thread, wire, cpu = thread + moving + computing, wire + moving, cpu + computing
+            sent += network.own_bytes(payload, n_ranks)
+            left_host += network.own_host_bytes(payload, n_ranks)
+            done += [thread] * len(group)
+    for at, seconds in zip(done, per_tensor):
+        now = max(now, at) + seconds
+    cpu += 2 * sum(per_tensor)
+    total = _on_cores(now, (cpu / slow) + backward, n_ranks, machine)
+    return Prediction(total, total - backward, wire, cpu, sent, left_host)
 
 
 def predict_exchange(
@@ -341,47 +382,70 @@ def predict_exchange(
     man_bits: int = 3,
     backward: float = 0.0,
 ) -> Prediction:
-    """Our packed exchange: one all-gather for two ranks, all-to-all and all-gather for more."""
-    _check(sizes, n_ranks)
+    """Our packed exchange: one all-gather for two ranks, all-to-all and all-gather for more.
+
+    It is flat: with k ranks on a host that host sends k times the bytes. Kernels run in the thread that runs backward,
+    between layers; how much of the rest of the possible overlap there is, `machine.overlap` tells.
+    """
+    _check(sizes, n_ranks, backward)
     if n_ranks == 1:
         return Prediction(backward, 0.0, 0.0, 0.0, 0.0)
-    rates, slow, sent = machine.kernel_rates(exp_bits, man_bits), machine.slowdown(n_ranks), 0.0
+    slow = machine.slowdown(n_ranks)
     network, wire_format = _shared(network, machine, n_ranks), WireFormat(exp_bits, man_bits)
     specs = [LayerSpec("", (size,), 0, 1.0, wire_format) for size in reversed(sizes)]
-    groups = split_into_buckets(specs, machine.bucket_bytes / 1e6)
-    jobs = []
-    for group, ready in zip(groups, _ready_times(groups, backward), strict=True):
-        n = sum(specs[layer].n_elements for layer in group)
-        grad = slow * 4 * n
-        stages = [
-            ("cpu", slow * machine.layer_overhead * len(group) + grad / rates.scan),
-            ("wire", network.small(n_ranks)),
-        ]
-        if n_ranks == 2:  # part by part: one is on its way while the next is encoded
-            layout = lay_out_bucket(specs, group, 1)
-            for rows, span in layout.parts():
-                grad, message = slow * 4 * float(layout.segments["n"][rows].sum()), span.stop - span.start
-                stages += [
-                    ("cpu", grad / rates.encode),
-                    ("wire", network.direct(message, 2)),
-                    ("cpu", 2 * grad / rates.decode),
-                ]
-                jobs.append(_Job(ready, stages))
-                stages = []
-                sent += message
-            continue
+    rank, in_a_row = _Rank(), 0.0
+    wire = cpu = sent = left_host = 0.0
+    for group in split_into_buckets(specs, machine.bucket_bytes / 1e6):
+        for _ in group:
+            rank.now += backward / len(specs) + slow * machine.layer_overhead
+            cpu += slow * machine.layer_overhead
+            rank.look()
+        jobs, message = _bucket_jobs(specs, group, n_ranks, network, machine, wire_format)
+        for stages in jobs:
+            rank.start(stages)
+        rank.look()
+        computing = sum(seconds for stages in jobs for kind, seconds in stages if kind == "cpu")
+        moving = sum(seconds for stages in jobs for kind, seconds in stages if kind != "cpu")
+        wire, cpu = wire + moving, cpu + computing
+        own_hooks = slow * machine.layer_overhead * len(group)
+        ready = (group[-1] + 1) * (backward / len(specs) + slow * machine.layer_overhead)
+        in_a_row = max(in_a_row + own_hooks, ready) + moving + computing
+        part = message if n_ranks == 2 else message / n_ranks
+        sent += (1 if n_ranks == 2 else 2) * (n_ranks - 1) * part
+        left_host += (1 if n_ranks == 2 else 2) * network.direct_host_bytes(part, n_ranks)
+    full = rank.finish()
+    serial = max(full, in_a_row)
+    total = serial - machine.overlap * (serial - full)
+    total = _on_cores(total, (cpu / slow) + backward, n_ranks, machine)
+    return Prediction(total, total - backward, wire, cpu, sent, left_host)
+
+
+def _bucket_jobs(
+    specs: Sequence[LayerSpec],
+    group: Sequence[int],
+    n_ranks: int,
+    network: Network,
+    machine: Machine,
+    wire_format: WireFormat,
+) -> tuple[list[list[tuple[str, float]]], float]:
+    """The stages of one bucket's parts, and the bytes of its message."""
+    rates, slow = machine.kernel_rates(wire_format.exp_bits, wire_format.man_bits), machine.slowdown(n_ranks)
+    n = sum(specs[layer].n_elements for layer in group)
+    grad = slow * 4 * n
+    stages = [("cpu", grad / rates.scan), ("delay", network.small(n_ranks))]
+    if n_ranks > 2:
         message = n * wire_format.bits / 8
         phase = network.direct(message / n_ranks, n_ranks)
-        stages += [
-            ("cpu", grad / rates.encode),
-            ("wire", phase),
-            ("cpu", grad / rates.reduce),
-            ("wire", phase),
-            ("cpu", grad / rates.decode),
-        ]
-        sent += 2 * (n_ranks - 1) / n_ranks * message
-        jobs.append(_Job(ready, stages))
-    return _prediction(jobs, machine, backward, sent)
+        stages += [("cpu", grad / rates.encode), ("wire", phase), ("cpu", grad / rates.reduce), ("wire", phase)]
+        return [[*stages, ("cpu", grad / rates.decode)]], message
+    jobs, sent = [], 0.0
+    layout = lay_out_bucket(specs, group, 1)
+    for rows, span in layout.parts():  # part by part: one is on its way while the next is encoded
+        grad, message = slow * 4 * float(layout.segments["n"][rows].sum()), span.stop - span.start
+        stages += [("cpu", grad / rates.encode), ("wire", network.direct(message, 2)), ("cpu", 2 * grad / rates.decode)]
+        jobs.append(stages)
+        stages, sent = [], sent + message
+    return jobs, sent
 
 
 def scaling_efficiency(prediction: Prediction, forward: float, backward: float) -> float:
@@ -389,6 +453,49 @@ def scaling_efficiency(prediction: Prediction, forward: float, backward: float) 
     if forward + backward <= 0:
         raise ValueError("scaling_efficiency: forward + backward must be positive")
     return (forward + backward) / (forward + prediction.total)
+
+
+def paying_bandwidths(
+    sizes: Sequence[int],
+    n_ranks: int,
+    network: Network,
+    machine: Machine,
+    exp_bits: int = 4,
+    man_bits: int = 3,
+    bits: int = 32,
+    backward: float = 0.0,
+    low: float = 1e5,
+    high: float = 1e12,
+    also: Sequence[float] = (),
+) -> list[tuple[float, float]]:
+    """The ranges of bandwidth (bytes/s) in which the exchange beats Horovod in `bits`.
+
+    From 0 if it wins at `low`, to infinity if it wins at `high`. Looks at three bandwidths per decade and at those in
+    `also`, so a narrower range may go unseen.
+    """
+
+    def gain(bandwidth: float) -> float:
+        link = replace(network, bandwidth=bandwidth)
+        ring = predict_ring(sizes, n_ranks, link, machine, bits, backward).total
+        return ring - predict_exchange(sizes, n_ranks, link, machine, exp_bits, man_bits, backward).total
+
+    n_points = 1 + math.ceil(3 * math.log10(high / low))
+    points = sorted({low * (high / low) ** (k / (n_points - 1)) for k in range(n_points)} | set(also))
+    pays = [gain(point) > 0 for point in points]
+    ranges: list[tuple[float, float]] = []
+    start: float | None = 0.0 if pays[0] else None
+    for (left, before), (right, after) in zip(zip(points, pays), zip(points[1:], pays[1:])):
+        if before == after:
+            continue
+        while right / left > 1.001:
+            middle = math.sqrt(left * right)
+            left, right = (middle, right) if (gain(middle) > 0) == before else (left, middle)
+        if after:
+            start = right
+        elif start is not None:
+            ranges.append((start, left))
+            start = None
+    return ranges + ([(start, math.inf)] if start is not None else [])
 
 
 def break_even_bandwidth(
@@ -403,49 +510,73 @@ def break_even_bandwidth(
     low: float = 1e5,
     high: float = 1e12,
 ) -> float:
-    """Bandwidth (bytes/s) below which the exchange beats Horovod in `bits`; 0 if never, inf if always."""
-
-    def gain(bandwidth: float) -> float:
-        link = replace(network, bandwidth=bandwidth)
-        ring = predict_ring(sizes, n_ranks, link, machine, bits, backward).total
-        return ring - predict_exchange(sizes, n_ranks, link, machine, exp_bits, man_bits, backward).total
-
-    if gain(high) > 0:
-        return math.inf
-    if gain(low) <= 0:
-        return 0.0
-    while high / low > 1.001:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if gain(middle) > 0 else (low, middle)
-    return low
+    """Bandwidth (bytes/s) up to which the exchange beats Horovod in `bits` from `low` on; 0 if not even there."""
+    ranges = paying_bandwidths(sizes, n_ranks, network, machine, exp_bits, man_bits, bits, backward, low, high)
+    return ranges[0][1] if ranges and ranges[0][0] == 0 else 0.0
 
 
-def save_calibration(path: str | Path, network: Network, machine: Machine, measured: dict[str, Any]) -> None:
-    """Write the parameters and the measurements they come from as JSON (infinite values as null)."""
+def is_plausible(name: str, rate: float) -> bool:
+    """Whether a measured rate, bytes per second, can be one."""
+    slowest = SLOWEST_LINK if name in ("bandwidth", "intra_bandwidth", "host_rate") else SLOWEST
+    return slowest <= rate <= FASTEST
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What `calibrate` found: parameters, reasons why some are not measured, and remarks on how others were."""
+
+    network: Network
+    machine: Machine
+    unmeasured: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+def save_calibration(path: str | Path, found: Calibration, measured: dict[str, Any]) -> None:
+    """Write the parameters and the measurements they come from as JSON; infinite and unmeasured values are null."""
 
     def finite(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: finite(item) for key, item in value.items()}
         return None if isinstance(value, float) and math.isinf(value) else value
 
-    document = {
+    document: dict[str, Any] = {
         "schema": SCHEMA,
-        "network": asdict(network),
-        "machine": asdict(machine),
+        "network": asdict(found.network),
+        "machine": asdict(found.machine),
+        "unmeasured": found.unmeasured,
+        "notes": found.notes,
         "measured": measured,
     }
+    for part in ("network", "machine"):
+        for name in found.unmeasured.keys() & document[part].keys():
+            document[part][name] = None
     Path(path).write_text(json.dumps(finite(document), indent=2) + "\n")
 
 
-def load_calibration(path: str | Path) -> tuple[Network, Machine]:
-    """Read what `save_calibration` wrote."""
+def load_calibration(path: str | Path, assume_defaults: bool = False) -> Calibration:
+    """Read what `save_calibration` wrote; values that no machine has are an error, whoever wrote them.
+
+    Unmeasured parameters have their defaults here and are listed in `unmeasured`, unless `assume_defaults`.
+    """
     document = json.loads(Path(path).read_text())
-    if document.get("schema") != SCHEMA:
-        raise ValueError(f"load_calibration: {path} must have schema {SCHEMA}, got {document.get('schema')}")
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        found = document.get("schema") if isinstance(document, dict) else type(document).__name__
+        raise ValueError(f"load_calibration: {path} must have schema {SCHEMA}, got {found}; calibrate again")
+    unmeasured = document["unmeasured"]
 
-    def infinite(values: dict[str, Any]) -> dict[str, Any]:
-        return {key: math.inf if value is None else value for key, value in values.items()}
+    def values(part: str) -> dict[str, Any]:
+        return {name: math.inf if value is None else value for name, value in document[part].items()
+                if name not in unmeasured}
 
-    machine = infinite(document["machine"])
-    machine["kernels"] = {key: KernelRates(**rates) for key, rates in machine["kernels"].items()}
-    return Network(**infinite(document["network"])), Machine(**machine)
+    machine = values("machine")
+    if "kernels" in machine:
+        machine["kernels"] = {key: KernelRates(**rates) for key, rates in machine["kernels"].items()}
+    network = values("network")
+    rates = {name: value for name, value in (network | machine).items() if name.endswith(("_rate", "bandwidth"))}
+    rates |= {f"kernels[{key}].{name}": value for key, one in machine.get("kernels", {}).items()
+              for name, value in asdict(one).items()}
+    for name, value in rates.items():
+        if not is_plausible(name, value) and not (name == "host_rate" and value == math.inf):
+            raise ValueError(f"load_calibration: {path} says that {name} is {value:.3g} bytes per second, which is no "
+                             f"measurement; calibrate again")
+    return Calibration(Network(**network), Machine(**machine), {} if assume_defaults else unmeasured, document["notes"])

@@ -210,7 +210,8 @@ def _vit_b_16() -> Shapes:
     for layer in range(12):
         name = f"encoder.layers.encoder_layer_{layer}"
         shapes += _norm(f"{name}.ln_1", d)
-        shapes += [(f"{name}.self_attention.in_proj_weight", (3 * d, d)), (f"{name}.self_attention.in_proj_bias", (3 * d,))]
+        for part, shape in (("weight", (3 * d, d)), ("bias", (3 * d,))):
+            shapes += [(f"{name}.self_attention.in_proj_{part}", shape)]
         shapes += _linear(f"{name}.self_attention.out_proj", d, d) + _norm(f"{name}.ln_2", d)
         shapes += _linear(f"{name}.mlp.0", d, 4 * d) + _linear(f"{name}.mlp.3", 4 * d, d)
     return shapes + _norm("encoder.ln", d) + _linear("heads.head", d, 1000)
