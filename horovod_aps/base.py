@@ -14,6 +14,7 @@ import numpy as np
 from horovod_aps.exchange import Exchange
 from horovod_aps.log import logger
 from horovod_aps.options import AUTO_CANDIDATES, Options
+from horovod_aps.statistics import Statistics
 from horovod_aps.transport import PendingTransport, Transport
 
 _ids = itertools.count()
@@ -73,6 +74,7 @@ class BaseCompressor:
         self._exchanges: dict[tuple[Any, ...], Exchange] = {}
         self._retired: dict[tuple[Any, ...], Exchange] = {}
         self._loaded: dict[str, Any] | None = None
+        self._carrier_statistics = Statistics()  # of transport="allreduce", which has no exchanges
         self._warned = False
 
     def __repr__(self) -> str:
@@ -148,8 +150,8 @@ class BaseCompressor:
     def stats(self) -> dict[str, Any]:
         """Bytes sent against fp32, their ratio, and per layer the exponent and, with stats=True, the errors."""
         merged: dict[str, Any] = {"bytes_sent": 0.0, "bytes_fp32": 0.0, "ratio": None, "layers": {}}
-        for exchange in self._exchanges.values():
-            part = exchange.statistics.as_dict()
+        for statistics in [*(exchange.statistics for exchange in self._exchanges.values()), self._carrier_statistics]:
+            part = statistics.as_dict()
             merged["bytes_sent"] += part["bytes_sent"]
             merged["bytes_fp32"] += part["bytes_fp32"]
             merged["layers"].update(part["layers"])

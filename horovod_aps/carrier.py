@@ -7,7 +7,7 @@ sum is Horovod's, in float16. A rank in `hvd.join()` contributes zeros, which is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,13 +77,18 @@ def check_transports(n_packed: int, n_present: int) -> None:
 
 
 def fill_carrier(kernels: Any, data: int, n: int, dtype: int, carrier: int, word: int, top: int, options: Options,
-                 seed: int | None) -> None:
-    """Round the layer at `data` and write it, scaled to exponent `top`, to the float16 array at `carrier`."""
+                 seed: int | None, account: Callable[[np.ndarray, np.ndarray, int], None] | None = None) -> None:
+    """Round the layer at `data` and write it, scaled to exponent `top`, to the float16 array at `carrier`.
+
+    `account` is called with the segment, its message and its shared exponent.
+    """
     segment = _segment(data, n, dtype, options)
     usual = 0 < word < WORD_NONFINITE
     segment["exponent"] = word - WORD_OFFSET if usual else EXP_ZERO
     message = kernels.alloc(packed_bytes(n, options.default_format.bits))
     kernels.encode(segment, message, seed)
+    if account is not None:
+        account(segment, message, int(segment["exponent"][0]) if word < WORD_NONFINITE else EXP_NONFINITE)
     segment["data"], segment["dtype"] = carrier, FLOAT16
     segment["exponent"] = top if usual else EXP_ZERO
     kernels.decode(segment, [message])

@@ -27,7 +27,7 @@ from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO, SUM_FLOAT, SUM_FORMAT, 
 from horovod_aps.layout import EXPONENT_BYTES, MAX_LAYERS, BucketLayout, LayerSpec, part_of
 from horovod_aps.log import logger, trace
 from horovod_aps.options import Options
-from horovod_aps.statistics import Statistics
+from horovod_aps.statistics import Statistics, exponent_histograms
 from horovod_aps.transport import LocalTransport, PendingTransport, Transport
 
 ACCUMULATE_CODES = {"float32": SUM_FLOAT, "format": SUM_FORMAT, "kahan": SUM_KAHAN}
@@ -481,11 +481,14 @@ class Exchange:
         if bucket.n_shards > 1:
             sent += len(buffers.sums) * (size - 1)
         self.statistics.add_bytes(sent + 4 * (HEADER_WORDS + MAX_LAYERS), 2 * (size - 1) / size * 4 * n_elements)
-        measured = None
+        measured = histograms = None
         if self.options.stats:
             measured = self.kernels.measure(buffers.table, buffers.send)
+            if self.options.scaling:
+                histograms = exponent_histograms(self.kernels, buffers.table, bucket.layer_of_segment,
+                                                 len(bucket.layers), self.step_number)
         self.statistics.add_layers([plan.specs[i] for i in bucket.layers], exponents, bucket.layer_of_segment,
-                                   measured)
+                                   measured, histograms)
 
 
 def _abandon(flight: Flight | None) -> None:

@@ -148,7 +148,7 @@ class Options:
                 f'APSCompressor: transport="allreduce" carries values in float16, so e must be in 1..5 and m in '
                 f"0..10, got e={self.e}, m={self.m}")
         for name, default in (("accumulate", "float32"), ("error_feedback", False), ("overrides", {}),
-                              ("warmup_steps", 0), ("stats", False)):
+                              ("warmup_steps", 0)):
             if getattr(self, name) != default:
                 raise ValueError(f'APSCompressor: transport="allreduce" does not support {name}='
                                  f'{getattr(self, name)!r}; use transport="packed"')

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -14,6 +14,7 @@ from horovod_aps import carrier
 from horovod_aps.exchange import Layer
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.options import Options
+from horovod_aps.statistics import Statistics
 from horovod_aps.tensorflow.horovod_transport import allreduce
 
 DTYPES = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)  # by the kernels' codes
@@ -28,8 +29,13 @@ def array_at(address: int, layer: Layer) -> np.ndarray:
     return np.frombuffer(memoryview((ctypes.c_uint8 * n_bytes).from_address(address)), dtype)
 
 
-def carry(layers: Sequence[Layer], options: Options, step_number: int, process_set: Any) -> None:
+def carry(layers: Sequence[Layer], options: Options, step_number: int, process_set: Any,
+          statistics: Statistics) -> None:
     """All-reduce layers in two plain all-reduces, which ranks in hvd.join() take part in with zeros."""
+    def account(name: str) -> Callable[[Any, Any, int], None]:
+        return lambda segment, message, exponent: statistics.add_carried(
+            name, kernels, segment, message, exponent, options, process_set.size(), step_number)
+
     kernels = CpuKernels()
     top = carrier.carrier_exponent(options, process_set.size())
     seed = None
@@ -44,7 +50,7 @@ def carry(layers: Sequence[Layer], options: Options, step_number: int, process_s
     ends = np.cumsum(counts)
     for layer, n, end, word in zip(layers, counts, ends, words[:-2]):
         carrier.fill_carrier(kernels, layer.source, n, layer.dtype, values[end - n:end].ctypes.data, word, top, options,
-                             seed)
+                             seed, account(layer.shown))
     totals = allreduce(values, mpi_ops.Sum, process_set.process_set_id)
     for layer, n, end, word in zip(layers, counts, ends, words[:-2]):
         power, finite = carrier.back_scale(word, top)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from horovod_aps import carrier
 from horovod_aps.exchange import POLL_SECONDS
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.options import Options
+from horovod_aps.statistics import Statistics
 
 
 @dataclass
@@ -38,7 +39,8 @@ class CarriedTensor:
 class CarrierBatch:
     """Tensors whose exponents are on their way; `flush` sends the values of all of them."""
 
-    def __init__(self, name: str, process_set: Any, options: Options) -> None:
+    def __init__(self, name: str, process_set: Any, options: Options, statistics: Statistics) -> None:
+        self._statistics = statistics
         self._name, self._process_set, self.options = name, process_set, options
         self._kernels = CpuKernels()
         self.size: int = process_set.size()
@@ -61,6 +63,11 @@ class CarrierBatch:
             self._tensors.append(CarriedTensor(name, source, target, dtype, factor, words, position, handle))
         return handle
 
+    def _account(self, name: str) -> Callable[[Any, Any, int], None]:
+        """Counts a tensor that has just been rounded."""
+        return lambda segment, message, exponent: self._statistics.add_carried(
+            name, self._kernels, segment, message, exponent, self.options, self.size, self.step_number)
+
     def flush(self, finished: int) -> None:
         """All-reduce the values of everything submitted; `finished` is the handle Horovod has waited for."""
         tensors, self._tensors = self._tensors, []
@@ -74,7 +81,8 @@ class CarrierBatch:
             carrier.check_option_words(entry.words[-2:].tolist(), self.options)
             values = torch.empty(entry.source.numel(), dtype=torch.float16)
             carrier.fill_carrier(self._kernels, entry.source.data_ptr(), entry.source.numel(), entry.dtype,
-                                 values.data_ptr(), entry.word, self._top, self.options, seed)
+                                 values.data_ptr(), entry.word, self._top, self.options, seed,
+                                 self._account(entry.name))
             started.append(mpi_ops.allreduce_async_(values, op=mpi_ops.Sum, name=f"{self._name}.value.{entry.name}",
                                                     process_set=self._process_set))
         for entry, handle in zip(tensors, started):

@@ -209,7 +209,7 @@ class APSCompressor(BaseCompressor, Compressor):
         process_set = process_set_of(mpi_ops._basics, process_set_id)
         if known is not None and known.size == process_set.size() and known.options is self._options:
             return known
-        new = CarrierBatch(f"{self._name}.{process_set_id}", process_set, self._options)
+        new = CarrierBatch(f"{self._name}.{process_set_id}", process_set, self._options, self._carrier_statistics)
         if known is not None and known.size == new.size:  # after set_format
             new.step_number = known.step_number
         self._carriers[process_set_id] = new
