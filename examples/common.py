@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from horovod_aps import config, report
+from horovod_aps import config
 from horovod_aps.options import Options
+from horovod_aps.tools import report
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp")  # what both frameworks read
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's colours
