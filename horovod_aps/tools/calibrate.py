@@ -39,12 +39,14 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "calibrate", help="measure latency, bandwidth and kernel rates; run under mpirun or horovodrun"
     )
-    parser.add_argument("--out", type=Path, default=Path("calibration.json"), help="(default: %(default)s)")
-    parser.add_argument(
-        "--elements", type=int, default=4_000_000, help="of the large gradients (%(default)s)"
-    )
-    parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--format", type=parse_format, nargs="+", default=list(FORMATS), metavar="E,M")
+    parser.add_argument("--out", type=Path, default=Path("calibration.json"),
+                        help="the file for predict --calibration (default: %(default)s)")
+    parser.add_argument("--elements", type=int, default=4_000_000,
+                        help="values of the large gradients (default: %(default)s)")
+    parser.add_argument("--repetitions", type=int, default=7,
+                        help="of every measurement, whose median counts (default: %(default)s)")
+    parser.add_argument("--format", type=parse_format, nargs="+", default=list(FORMATS), metavar="E,M",
+                        help=f"formats whose kernels are timed (default: {' '.join(f'{e},{m}' for e, m in FORMATS)})")
     parser.add_argument(
         "--shared-cores",
         action="store_true",

@@ -80,7 +80,8 @@ def add_parser(subparsers: Any) -> None:
         help=f"one of {', '.join(shapes.MODELS)}, or module:name of a model of PyTorch or Keras, or of a function that "
         f"returns one (default: resnet50)",
     )
-    parser.add_argument("--ranks", type=parse_count, nargs="+", default=[2, 4, 8], help="(default: 2 4 8)")
+    parser.add_argument("--ranks", type=parse_count, nargs="+", default=[2, 4, 8],
+                        help="numbers of ranks (default: 2 4 8)")
     parser.add_argument(
         "--bandwidth", type=parse_bandwidth, nargs="+", help="such as 1gbit (default: calibrated, or 1gbit)"
     )

@@ -34,7 +34,8 @@ def add_parser(subparsers: Any) -> None:
     """Add the `timeline` subcommand."""
     parser = subparsers.add_parser("timeline", help="merge timelines of Horovod and horovod_aps")
     parser.add_argument("files", nargs="+", type=Path, help="Horovod's timeline and trace.rank<r>.json files")
-    parser.add_argument("--output", type=Path, default=Path("merged.json"), help="(default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("merged.json"),
+                        help="the merged file (default: %(default)s)")
     parser.add_argument("--force", action="store_true", help="overwrite the output if it is there already")
     parser.set_defaults(run=_run)
 
