@@ -58,7 +58,7 @@ class BaseCompressor:
             transport: "packed" is the APS exchange; "allreduce" sends rounded values as float16 through Horovod's
                 own all-reduce, twice the bytes, for `hvd.join()`.
             scaling: False leaves out APS, a fixed scale of 1: to see what it is good for.
-            stats: measure underflow and error of every layer (one more pass over the gradients).
+            stats: measure underflow, error and exponents of every layer (one more pass over the gradients).
         """
         self._options = Options(e, m, specials=specials, rounding=rounding, seed=seed, accumulate=accumulate,
                                 error_feedback=error_feedback, min_elements=min_elements, bucket_mb=bucket_mb,

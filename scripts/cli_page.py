@@ -14,6 +14,14 @@ INTRODUCTION = """# The command line
 `horovod-aps` has five subcommands; `horovod-aps --version` tells which version this is. A mistake is one line on
 stderr and exit code 2. Bandwidths and times carry their units (`1gbit`, `1.5GB`, `50us`, `5ms`), options that end in
 `-ms` take milliseconds. This page is written by `python scripts/cli_page.py`.
+
+From Python, `predict` takes a model of PyTorch or Keras, a built-in one's name, or a list of layer sizes:
+
+```python
+import horovod_aps
+
+print(horovod_aps.predict("resnet50", ranks=[2, 8], bandwidth=["1gbit", "10gbit"], backward_ms=120))
+```
 """
 EXAMPLES = {
     "predict": "horovod-aps predict --model resnet50 --bandwidth 1gbit 10gbit --ranks 2 8 64 --backward-ms 120",

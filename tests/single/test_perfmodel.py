@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +35,7 @@ WIRE_ONLY = Machine(
     fusion_bytes=math.inf,
 )
 LINK = Network(bandwidth=1e8, latency=0, intra_latency=0, efficiency=1)
+PERFORMANCE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
 
 
 @pytest.mark.parametrize("n_ranks", [2, 3, 4, 7, 1024])
@@ -216,6 +218,8 @@ def test_ranks_of_a_host_share_its_link():
         assert [one.host_bytes for one in found] == pytest.approx(n_bytes, rel=0.02), local
         assert [1e3 * one.total for one in found] == pytest.approx(milliseconds, rel=0.27), local
         assert (found[2].total < found[1].total) == (local < 4)  # slower than fp16 with four, as measured
+        row = " | ".join(f"{ms} ({1e3 * one.total:.0f}) ms" for ms, one in zip(milliseconds, found))
+        assert f"| {row} |" in PERFORMANCE.read_text()
 
 
 @pytest.mark.parametrize("n_ranks", [2, 3, 4, 6, 7, 16])
