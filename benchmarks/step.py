@@ -128,6 +128,7 @@ def work(config: dict[str, Any]) -> None:
 
 def run_link(link: str, args: argparse.Namespace) -> dict[str, Any]:
     """Calibrate and train on two hosts with this link."""
+    load = os.getloadavg()[0]
     environment = {"OMP_NUM_THREADS": "1", "HOROVOD_CACHE_CAPACITY": "8192", "TF_CPP_MIN_LOG_LEVEL": "3"}
     with tempfile.TemporaryDirectory() as folder, Cluster(2, link) as cluster:
         result, calibration = Path(folder) / "result.json", Path(folder) / "calibration.json"
@@ -144,7 +145,7 @@ def run_link(link: str, args: argparse.Namespace) -> dict[str, Any]:
         measured = json.loads(result.read_text())
         found = json.loads(calibration.read_text())
     found.pop("measured")
-    return {"link": link, "rate_bits": cluster.rate_bits, **measured, "calibration": found}
+    return {"link": link, "rate_bits": cluster.rate_bits, "load": load, **measured, "calibration": found}
 
 
 def calibrated(document: dict[str, Any]) -> Calibration:
@@ -199,15 +200,16 @@ def compare(document: dict[str, Any]) -> str:
 
 def page(document: dict[str, Any]) -> str:
     """The results as Markdown."""
-    machine = document["machine"]
-    parts = [f"{result['link']}: forward {1e3 * result['methods']['alone']['parts'][0]:.0f} ms, backward "
-             f"{1e3 * result['methods']['alone']['parts'][1]:.0f} ms, update "
-             f"{1e3 * result['methods']['alone']['parts'][2]:.0f} ms, "
-             f"{len(result['methods']['alone']['seconds'])} steps of each" for result in document["results"]]
-    sizes = document["results"][0]["sizes"]
-    return (f"Written by `python benchmarks/step.py`; `step.json` is beside it. Two hosts on {machine['cores']} cores, "
-            f"whose load was {machine['load']:.1f} before it began; {sum(sizes) / 1e6:.2f} M parameters in "
-            f"{len(sizes)} tensors.\n\n{compare(document)}\n\nWithout communication: {'; '.join(parts)}.\n")
+    sizes, parts = document["results"][0]["sizes"], []
+    for result in document["results"]:
+        alone = result["methods"]["alone"]
+        forward, backward, update = (f"{1e3 * seconds:.0f} ms" for seconds in alone["parts"])
+        load = "not recorded" if result["load"] is None else f"{result['load']:.1f} before it"
+        parts.append(f"{result['link']}: forward {forward}, backward {backward}, update {update}, "
+                     f"{len(alone['seconds'])} steps of each, load {load}")
+    return (f"Written by `python benchmarks/step.py`; `step.json` is beside it. Two hosts on "
+            f"{document['machine']['cores']} cores, {sum(sizes) / 1e6:.2f} M parameters in {len(sizes)} tensors.\n\n"
+            f"{compare(document)}\n\nWithout communication: {'; '.join(parts)}.\n")
 
 
 def main() -> int:
@@ -226,9 +228,8 @@ def main() -> int:
     if args.report:
         print(page(json.loads(args.report.read_text())), end="")
         return 0
-    machine = {"cores": os.cpu_count(), "load": os.getloadavg()[0]}
     try:
-        document = {"machine": machine, "results": [run_link(link, args) for link in args.links]}
+        document = {"machine": {"cores": os.cpu_count()}, "results": [run_link(link, args) for link in args.links]}
     except (ClusterError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1

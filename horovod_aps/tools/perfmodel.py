@@ -333,7 +333,9 @@ def predict_ring(
     """Horovod's own all-reduce, ring or not, in fp32 (`bits=32`) or with `Compression.fp16` (`bits=16`).
 
     Hooks, and casts to fp16, are part of backward. In every cycle Horovod's thread fuses and reduces what is ready by
-    then, while backward goes on; `synchronize()` then takes the results in order, and casts them back.
+    then, while backward goes on; `synchronize()` then takes the results in order, and casts them back. That thread
+    needs a core beside backward's: where ranks have none to spare it gets nowhere before backward is over, as measured
+    (benchmarks/results/step.md).
     """
     _check(sizes, n_ranks, backward)
     if bits not in (16, 32):
@@ -349,28 +351,52 @@ def predict_ring(
     for seconds in per_tensor:
         now += backward / len(order) + seconds
         ready.append(now)
+    beside = _reduce_in_cycles(order, ready, n_ranks, network, machine, bits)
+    after = _reduce_in_cycles(order, [now] * len(order), n_ranks, network, machine, bits)
+    ends = []
+    for work in (beside, after):
+        end = now
+        for at, seconds in zip(work.done, per_tensor):
+            end = max(end, at) + seconds
+        ends.append(end)
+    spare = min(1.0, max(0.0, machine.cores / n_ranks - 1))
+    cpu = beside.cpu + 2 * sum(per_tensor)
+    total = _on_cores(spare * ends[0] + (1 - spare) * ends[1], (cpu / slow) + backward, n_ranks, machine)
+    return Prediction(total, total - backward, beside.wire, cpu, beside.sent, beside.left_host)
 
-    done: list[float] = []
-    thread = wire = cpu = sent = left_host = 0.0
-    while len(done) < len(order):
-        thread = max(thread, ready[len(done)]) + machine.cycle_time
-        batch = [n for n, at in zip(order[len(done) :], ready[len(done) :]) if at <= thread]
-        thread, wire = thread + network.small(n_ranks), wire + network.small(n_ranks)
+
+@dataclass
+class _ThreadWork:
+    """What Horovod's thread did: when each tensor was done, and what that took."""
+
+    done: list[float] = field(default_factory=list)
+    wire: float = 0.0
+    cpu: float = 0.0
+    sent: float = 0.0
+    left_host: float = 0.0
+
+
+def _reduce_in_cycles(
+    order: Sequence[int], ready: Sequence[float], n_ranks: int, network: Network, machine: Machine, bits: int
+) -> _ThreadWork:
+    """Horovod's thread: in every cycle it fuses and reduces the tensors that are ready by then."""
+    work, now, slow = _ThreadWork(), 0.0, machine.slowdown(n_ranks)
+    while len(work.done) < len(order):
+        first = len(work.done)
+        now = max(now, ready[first]) + machine.cycle_time + network.small(n_ranks)
+        work.wire += network.small(n_ranks)
+        batch = [n for n, at in zip(order[first:], ready[first:]) if at <= now - network.small(n_ranks)]
         for group in fused(batch, machine.fusion_bytes * 32 / bits):
             payload = sum(group) * bits / 8
             copies = 2 * payload / machine.copy_rate if len(group) > 1 else 0.0
             add = payload * (n_ranks - 1) / n_ranks / (machine.add16_rate if bits == 16 else machine.add_rate)
             moving, computing = network.own(payload, n_ranks), slow * (copies + add)
             # Copies and sums happen inside the collective: Open MPI waits for each step before adding.
-            thread, wire, cpu = thread + moving + computing, wire + moving, cpu + computing
-            sent += network.own_bytes(payload, n_ranks)
-            left_host += network.own_host_bytes(payload, n_ranks)
-            done += [thread] * len(group)
-    for at, seconds in zip(done, per_tensor):
-        now = max(now, at) + seconds
-    cpu += 2 * sum(per_tensor)
-    total = _on_cores(now, (cpu / slow) + backward, n_ranks, machine)
-    return Prediction(total, total - backward, wire, cpu, sent, left_host)
+            now, work.wire, work.cpu = now + moving + computing, work.wire + moving, work.cpu + computing
+            work.sent += network.own_bytes(payload, n_ranks)
+            work.left_host += network.own_host_bytes(payload, n_ranks)
+            work.done += [now] * len(group)
+    return work
 
 
 def predict_exchange(

@@ -197,6 +197,16 @@ def test_horovods_thread_needs_a_core():
         1.0 + sums / 10)
 
 
+def test_horovods_thread_moves_after_backward_where_no_core_is_left():
+    """By hand: the ring's whole time after backward with a core per rank, half of what can be hidden with 1.5."""
+    sizes = [10**5] * 50
+    alone = predict_ring(sizes, 4, LINK, WIRE_ONLY).total
+    one = predict_ring([10**5], 4, LINK, WIRE_ONLY).total
+    for cores, exposed in ((4, alone), (6, (alone + one) / 2), (8, one)):
+        got = predict_ring(sizes, 4, LINK, replace(WIRE_ONLY, cores=cores), backward=2 * alone)
+        assert got.exposed == pytest.approx(exposed), cores
+
+
 def test_fusion_buffers_take_layers_in_order():
     assert perfmodel.fused([4, 100, 3, 2, 1], 24) == [[4], [100], [3, 2, 1]]
     assert perfmodel.fused([6], 4) == [[6]]
