@@ -448,10 +448,10 @@ def print_parameters(found: Calibration) -> None:
 
     rows = [
         ["latency between hosts", show("latency", f"{1e6 * network.latency:.0f} us")],
-        ["link between hosts", show("bandwidth", f"{network.bandwidth * 8 / 1e9:.2f} Gbit/s")],
+        ["link between hosts", show("bandwidth", f"{network.bandwidth * 8 / 1e9:.3g} Gbit/s")],
         ["latency within a host", show("intra_latency", f"{network.intra_latency * 1e6:.0f} us")],
-        ["bandwidth within a host", show("intra_bandwidth", f"{network.intra_bandwidth / 1e9:.2f} GB/s")],
-        ["network stack", f"{network.host_rate / 1e9:.2f} GB/s"],
+        ["bandwidth within a host", show("intra_bandwidth", f"{network.intra_bandwidth / 1e9:.3g} GB/s")],
+        ["network stack", f"{network.host_rate / 1e9:.3g} GB/s"],
         ["Horovod's cycle", show("cycle_time", f"{1e3 * machine.cycle_time:.2f} ms")],
         ["Horovod per tensor", show("tensor_overhead", f"{1e6 * machine.tensor_overhead:.0f} us")],
         ["ours per layer", show("layer_overhead", f"{1e6 * machine.layer_overhead:.0f} us")],
@@ -459,10 +459,10 @@ def print_parameters(found: Calibration) -> None:
     ]
     rates_shown = {"copies": "copy_rate", "sum": "add_rate", "fp16 sum": "add16_rate", "casts": "cast_rate"}
     for label, name in rates_shown.items():
-        rows.append([label, show(name, f"{getattr(machine, name) / 1e9:.2f} GB/s")])
+        rows.append([label, show(name, f"{getattr(machine, name) / 1e9:.3g} GB/s")])
     for key, rates in machine.kernels.items():
         values = (rates.scan, rates.encode, rates.reduce, rates.decode)
-        text = ", ".join(f"{rate / 1e9:.1f}" for rate in values) + " GB/s"
+        text = ", ".join(f"{rate / 1e9:.3g}" for rate in values) + " GB/s"
         rows.append([f"({key}) scan, encode, reduce, decode", show("kernels", text)])
     print(table(["parameter", "value"], rows))
     for name, text in found.unmeasured.items():

@@ -543,7 +543,7 @@ def break_even_bandwidth(
 
 def is_plausible(name: str, rate: float) -> bool:
     """Whether a measured rate, bytes per second, can be one."""
-    slowest = SLOWEST_LINK if name in ("bandwidth", "intra_bandwidth", "host_rate") else SLOWEST
+    slowest = SLOWEST_LINK if name in ("bandwidth", "host_rate") else SLOWEST
     return slowest <= rate <= FASTEST
 
 
