@@ -186,7 +186,8 @@ class APSCompressor(BaseCompressor, Compressor):
 
     def _new_batch(self, process_set_id: int, device: torch.device, group: str) -> _Batch:
         process_set = process_set_of(mpi_ops._basics, process_set_id)
-        batch = _Batch(process_set_id, tuple(process_set.ranks), device, mpi_ops._handle_map)  # another map: another world
+        world = mpi_ops._handle_map  # another map: another world
+        batch = _Batch(process_set_id, tuple(process_set.ranks), device, world)
         if self._options.transport == "packed":
             batch.exchange = self._exchange(process_set_id, batch.members, device)
         else:
@@ -218,7 +219,8 @@ class APSCompressor(BaseCompressor, Compressor):
         known = self._carriers.get(process_set.process_set_id)
         if known is not None and known.members == tuple(process_set.ranks) and known.options is self._options:
             return known
-        new = CarrierBatch(f"{self._name}.{process_set.process_set_id}", process_set, self._options)
+        new = CarrierBatch(f"{self._name}.{process_set.process_set_id}", process_set, self._options,
+                           self._carrier_statistics)
         if known is not None and known.members == new.members:  # after set_format
             new.step_number = known.step_number
         self._carriers[process_set.process_set_id] = new
