@@ -27,8 +27,8 @@ import torch
 from accuracy_tasks import TASKS, Task, folder_of, load
 from studies import Records, parse_arguments, pyplot, save, show, values
 
-from horovod_aps.predict import parse_format
 from horovod_aps.simulate import EmulatedOptimizer
+from horovod_aps.tools.predict import parse_format
 
 FORMATS = ((5, 2), (4, 3), (3, 4), (3, 2), (3, 0), (2, 1))
 # What a variant changes in APSCompressor's options.

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from horovod_aps.predict import parse_format, table
 from horovod_aps.simulate import float_quantize, quant_gemm
+from horovod_aps.tools.predict import parse_format, table
 
 
 def loop_gemm(a: Tensor, b: Tensor, e: int, m: int, kahan: bool) -> Tensor:

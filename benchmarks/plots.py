@@ -11,6 +11,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from methods import label
 
+LABEL, TITLE = 13, 15  # points; pages show the picture at about half its width
 COLOURS = {"horovod": "#7f7f7f", "aps": "#1f77b4", "ddp": "#d9a441"}
 
 
@@ -22,7 +23,7 @@ def plot_cases(results: list[dict[str, Any]], path: Path) -> None:
     """One panel per case: a bar per method with its spread, labelled with the speed-up over Horovod fp32."""
     n_columns = min(2, len(results))
     n_rows = -(-len(results) // n_columns)
-    figure, axes = plt.subplots(n_rows, n_columns, figsize=(6.5 * n_columns, 3.1 * n_rows), squeeze=False)
+    figure, axes = plt.subplots(n_rows, n_columns, figsize=(6.5 * n_columns, 3.9 * n_rows), squeeze=False)
     for axis in axes.flat[len(results) :]:
         axis.set_visible(False)
     for axis, result in zip(axes.flat, results, strict=False):
@@ -42,14 +43,14 @@ def plot_cases(results: list[dict[str, Any]], path: Path) -> None:
         )
         for k, one in enumerate(rows):
             if one["over_horovod_fp32"] is not None:
-                axis.text(1e3 * one["high"], k, f"  {one['over_horovod_fp32']:.2f}x", va="center", fontsize=8)
+                axis.text(1e3 * one["high"], k, f"  {one['over_horovod_fp32']:.2f}x", va="center", fontsize=LABEL)
         case = result["case"]
         axis.set_title(
-            f"{case['work']}, {case['link']}, {case['n_hosts']} hosts, {case['launcher']}", fontsize=10
+            f"{case['work']}, {case['link']}, {case['n_hosts']} hosts, {case['launcher']}", fontsize=TITLE
         )
-        axis.set_xlabel("ms per " + ("step" if case["work"] == "step" else "synchronisation"), fontsize=8)
-        axis.set_xlim(0, 1.18 * max(1e3 * one["high"] for one in rows))
-        axis.tick_params(labelsize=8)
+        axis.set_xlabel("ms per " + ("step" if case["work"] == "step" else "synchronisation"), fontsize=LABEL)
+        axis.set_xlim(0, 1.25 * max(1e3 * one["high"] for one in rows))
+        axis.tick_params(labelsize=LABEL)
         axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
@@ -71,10 +72,11 @@ def plot_scaling(results: list[dict[str, Any]], path: Path) -> None:
             if None not in values:
                 axis.plot(n_ranks, [value / values[0] for value in values], "o-", label=label(name))
         axis.set_xticks(n_ranks)
-        axis.set_xlabel("hosts, one rank each")
-        axis.set_title(f"{title}, relative to {n_ranks[0]} hosts", fontsize=10)
+        axis.set_xlabel("hosts, one rank each", fontsize=LABEL)
+        axis.tick_params(labelsize=LABEL)
+        axis.set_title(f"{title}, relative to {n_ranks[0]} hosts", fontsize=TITLE)
         axis.set_ylim(bottom=0)
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=LABEL)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -13,7 +13,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from horovod_aps.shapes import MODELS, layer_shapes
+from horovod_aps.tools.shapes import MODELS, layer_shapes
 
 Batch = tuple[Tensor, Tensor] | None
 N_FLAT = 25_600_000
@@ -21,7 +21,7 @@ BATCH_SIZE = 32
 
 
 def work_shapes(name: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Layer names and shapes of a work: one of horovod_aps.shapes, "flat" or "small"."""
+    """Layer names and shapes of a work: one of horovod_aps.tools.shapes, "flat" or "small"."""
     if name == "flat":
         return [("flat", (N_FLAT,))]
     if name == "small":

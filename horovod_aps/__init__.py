@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .formats import FloatFormat as FloatFormat
+    from .tools.predict import predict as predict
 
 __version__ = "0.1.0"
-__all__ = ["FloatFormat", "__version__"]
+__all__ = ["FloatFormat", "__version__", "predict"]
 
-_LAZY = {"FloatFormat": "formats"}
+_LAZY = {"FloatFormat": "formats", "predict": "tools.predict"}
 
 
 def __getattr__(name: str) -> Any:

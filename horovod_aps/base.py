@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from horovod_aps import report
 from horovod_aps.engine.exchange import Exchange
 from horovod_aps.formats import FloatFormat
 from horovod_aps.log import logger
 from horovod_aps.options import AUTO_CANDIDATES, Options
+from horovod_aps.statistics import Statistics
 
 _ids = itertools.count()
 NO_INSTANCE = "APSCompressor: compression must be an instance, not the class; write compression=APSCompressor(e=4, m=3)"
@@ -69,7 +69,7 @@ class BaseCompressor:
             transport: "packed" is the APS exchange; "allreduce" sends rounded values as float16 through Horovod's
                 own all-reduce, twice the bytes, for `hvd.join()`; over Gloo as float32 if e is 5.
             scaling: False leaves out APS, a fixed scale of 1: to see what it is good for.
-            stats: measure underflow and error of every layer (one more pass over the gradients).
+            stats: measure underflow, error and exponents of every layer (one more pass over the gradients).
         """
         self._options = Options(e, m, specials=specials, rounding=rounding, seed=seed, accumulate=accumulate,
                                 error_feedback=error_feedback, min_elements=min_elements, bucket_mb=bucket_mb,
@@ -87,6 +87,7 @@ class BaseCompressor:
         self._loaded: dict[str, Any] | None = None
         self._made_with = self._options
         self._changes: dict[str, Any] = {}  # by set_format, since then
+        self._carrier_statistics = Statistics()  # of transport="allreduce", which has no exchanges
         self._looked = False
 
     def __repr__(self) -> str:
@@ -163,8 +164,8 @@ class BaseCompressor:
     def stats(self) -> dict[str, Any]:
         """Bytes sent against fp32, their ratio, and per layer the exponent and, with stats=True, the errors."""
         merged: dict[str, Any] = {"bytes_sent": 0.0, "bytes_fp32": 0.0, "ratio": None, "layers": {}}
-        for exchange in self._exchanges.values():
-            part = exchange.statistics.as_dict()
+        for statistics in [*(exchange.statistics for exchange in self._exchanges.values()), self._carrier_statistics]:
+            part = statistics.as_dict()
             merged["bytes_sent"] += part["bytes_sent"]
             merged["bytes_fp32"] += part["bytes_fp32"]
             merged["layers"].update(part["layers"])
@@ -174,6 +175,8 @@ class BaseCompressor:
 
     def report(self, path: str | Path, title: str = "APS run") -> None:
         """Write an HTML page on `stats()`, with errors if the compressor was made with stats=True."""
+        from horovod_aps.tools import report
+
         report.write(self.stats(), path, title)
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,14 +12,14 @@ proof). That leaves 24 of float16's 40 binades.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from horovod_aps import __version__
 from horovod_aps.agreement import digest_words
-from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO, FLOAT16, FLOAT32, SEGMENT, Kernels, Table
+from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO, FLOAT16, FLOAT32, SEGMENT, Bytes, Kernels, Table
 from horovod_aps.options import Options
 
 WORD_OFFSET = 1 << 14  # exponent words are positive; 0 is a layer of zeros, or a rank that has joined
@@ -107,13 +107,19 @@ def fill_carrier(
     place: Place,
     options: Options,
     seed: int | None,
+    account: Callable[[Table, Bytes, int], None] | None = None,
 ) -> None:
-    """Round the layer at `data` and write it to the array at `carrier`, as `place` says."""
+    """Round the layer at `data` and write it to the array at `carrier`, as `place` says.
+
+    `account` is called with the segment, its message and its shared exponent.
+    """
     segment = _segment(data, n, dtype, options)
     usual = 0 < word < WORD_NONFINITE
     segment["exponent"] = word - WORD_OFFSET if usual else EXP_ZERO
     message = kernels.alloc(options.default_format.bytes_for(n))
     kernels.encode(segment, message, seed)
+    if account is not None:
+        account(segment, message, int(segment["exponent"][0]) if word < WORD_NONFINITE else EXP_NONFINITE)
     segment["data"], segment["dtype"] = carrier, place.dtype
     segment["exponent"] = place.top if usual else EXP_ZERO
     kernels.decode(segment, [message])

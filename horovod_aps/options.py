@@ -145,7 +145,6 @@ class Options:
             ("error_feedback", False),
             ("overrides", {}),
             ("warmup_steps", 0),
-            ("stats", False),
         ):
             if getattr(self, name) != default:
                 raise ValueError(

@@ -8,10 +8,44 @@ from typing import Any
 
 import numpy as np
 
-from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO
+from horovod_aps.formats import FloatFormat
+from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO, FAMILY_FLOAT, ITEM_SIZES, UNIT, Bytes, Kernels, Table
 from horovod_aps.layout import LayerSpec
+from horovod_aps.options import Options
 
 HISTORY = 512  # exponents kept per layer; every second one is dropped when it is full
+# Histograms of exponents are taken by rounding to this format: a byte per value whose code is two bins per binade, down
+# to 2^-62 of the largest. Its top binade is left empty, so that nothing saturates.
+BINS = FloatFormat(6, 1)
+N_BINS = (2**BINS.exp_bits - 1) * 2**BINS.man_bits - 1  # codes above zero
+SAMPLE = 1 << 14  # values per layer and step that are put into the histogram
+
+
+def exponent_histograms(kernels: Kernels, table: Table, layer_of_segment: np.ndarray, n_layers: int,
+                        step: int) -> np.ndarray:
+    """How many values of each layer lie how far below its shared exponent E, in half binades, from 2^(E+2) down.
+
+    Every layer gives up to about SAMPLE values, another stretch of it in every step; zeros are not counted. Layers in
+    formats other than a FloatFormat, or without a usual exponent, have empty rows. `table` is left as it is; any
+    device's kernels will do.
+    """
+    sizes = np.bincount(layer_of_segment, table["n"], n_layers)[layer_of_segment]
+    share = np.minimum(1.0, SAMPLE / np.maximum(sizes, 1))
+    usual = (table["family"] == FAMILY_FLOAT) & (table["exponent"] != EXP_ZERO) & (table["exponent"] != EXP_NONFINITE)
+    trial, owner = table[usual].copy(), layer_of_segment[usual]
+    n = np.minimum(trial["n"], np.ceil(trial["n"] * share[usual] / UNIT).astype(np.int64) * UNIT)
+    first = step * n % np.maximum(trial["n"] - n + 1, 1)
+    trial["data"] += (first * np.array(ITEM_SIZES)[trial["dtype"]]).astype(np.uint64)
+    trial["n"], trial["offset"] = n, np.cumsum(n) - n
+    BINS.describe(trial)
+    trial["exponent"] += 1
+    codes = kernels.alloc(int(n.sum()))
+    kernels.encode(trial, codes)
+    found = np.zeros((n_layers, N_BINS), np.int64)
+    for layer, start, count in zip(owner.tolist(), trial["offset"].tolist(), n.tolist()):
+        bins = np.bincount(codes[start:start + count] & (2**(BINS.bits - 1) - 1), minlength=N_BINS + 1)
+        found[layer] += bins[N_BINS:0:-1]
+    return found
 
 
 @dataclass
@@ -27,6 +61,7 @@ class LayerStatistics:
     n_underflowed: float = 0.0
     squared_error: float = 0.0
     squared_norm: float = 0.0
+    histogram: np.ndarray | None = None
     history: list[tuple[int, int, float, float]] = field(default_factory=list)
     stride: int = 1
 
@@ -38,6 +73,7 @@ class LayerStatistics:
         return {"format": self.format, "n_elements": self.n_elements, "exponent": self.exponent,
                 "n_exchanges": self.n_exchanges, "n_nonfinite": self.n_nonfinite,
                 "underflow": share, "relative_error": 0.0 if measured and error is None else error,
+                "histogram": None if self.histogram is None else np.trim_zeros(self.histogram, "b").tolist(),
                 "history": list(self.history)}
 
 
@@ -55,7 +91,7 @@ class Statistics:
         self.bytes_fp32 += fp32
 
     def add_layers(self, specs: Sequence[LayerSpec], exponents: np.ndarray, layer_of_segment: np.ndarray,
-                   measured: np.ndarray | None) -> None:
+                   measured: np.ndarray | None, histograms: np.ndarray | None = None) -> None:
         """Take in the exponents of one bucket's layers and, where given, the kernels' measurements."""
         sums = None
         if measured is not None:
@@ -75,7 +111,26 @@ class Statistics:
                 entry.n_underflowed += underflowed
                 entry.squared_error += squared_error
                 entry.squared_norm += squared_norm
+                if histograms is not None and histograms[i].any():
+                    entry.histogram = histograms[i] + (0 if entry.histogram is None else entry.histogram)
                 self._remember(entry, exponent, underflowed, squared_error, squared_norm)
+
+    def add_carried(self, name: str, kernels: Kernels, segment: Table, message: Bytes, exponent: int,
+                    item_size: int, options: Options, n_ranks: int, step: int) -> None:
+        """Take in one layer just encoded from `segment`: its bytes, `item_size` per value, and what rounding did.
+
+        What the sum in float16 does to it is not counted.
+        """
+        n = int(segment["n"][0])
+        ring = 2 * (n_ranks - 1) / n_ranks
+        self.add_bytes(ring * (item_size * n + 4), ring * 4 * n)  # with the word of its exponent
+        measured = histograms = None
+        owner = np.zeros(1, np.int64)
+        if options.stats:
+            measured = kernels.measure(segment, message)
+            histograms = exponent_histograms(kernels, segment, owner, 1, step) if options.scaling else None
+        spec = LayerSpec(name, (n,), int(segment["dtype"][0]), options.default_format)
+        self.add_layers([spec], np.array([exponent]), owner, measured, histograms)
 
     @staticmethod
     def _remember(entry: LayerStatistics, exponent: int, underflowed: float, error: float, norm: float) -> None:

@@ -2,18 +2,16 @@
 
 Horovod's own timeline knows only Horovod's operations and has no way in for others, so with
 HOROVOD_APS_TIMELINE every rank writes a file of the same kind (Chrome trace, its start in the first event),
-and `horovod-aps timeline` puts such files and Horovod's on one time axis.
+and `horovod-aps timeline` (tools/timeline.py) puts such files and Horovod's on one time axis.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -110,40 +108,3 @@ def _timeline() -> TimelineFile | None:
                 _file = None if path is None else TimelineFile(path)
                 _opened = path
     return _file
-
-
-# ---- horovod-aps timeline ---------------------------------------------------------------------------------
-
-
-def merge(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """The events of several timelines on the time axis of the earliest; ValueError names a foreign file."""
-    parts = []
-    for path in paths:
-        try:
-            events = json.loads(path.read_text())
-            start = next(event["args"][START_KEY] for event in events if START_KEY in event.get("args", {}))
-        except (ValueError, AttributeError, TypeError, KeyError, StopIteration):
-            raise ValueError(f"{path} must be a timeline of Horovod or horovod_aps, with {START_KEY}"
-                             ) from None
-        parts.append((start, events))
-    origin = min(start for start, _ in parts)
-    merged = []
-    for start, events in parts:
-        for event in events:
-            merged.append(event | {"ts": event["ts"] + start - origin} if "ts" in event else event)
-    return merged
-
-
-def add_parser(subparsers: Any) -> None:
-    """Add the `timeline` subcommand."""
-    parser = subparsers.add_parser("timeline", help="merge timelines of Horovod and horovod_aps")
-    parser.add_argument("files", nargs="+", type=Path, help="Horovod's timeline and trace.rank<r>.json files")
-    parser.add_argument("--output", type=Path, default=Path("merged.json"))
-    parser.set_defaults(run=_run)
-
-
-def _run(args: argparse.Namespace) -> int:
-    events = merge(args.files)
-    args.output.write_text(json.dumps(events))
-    print(f"{len(events)} events of {len(args.files)} files in {args.output}; see it in chrome://tracing")
-    return 0

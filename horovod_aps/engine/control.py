@@ -78,7 +78,7 @@ class Rounds:
         return _FRONT.pack(NUDGE, 0, number)
 
     def hear(self, rank: int, message: bytes) -> int | None:
-        """Note what another rank has said; the number if it is a nudge, ValueError if it is nothing that a rank says."""
+        """Note what another rank has said; the number if it is a nudge, ValueError if no rank says so."""
         if len(message) < _FRONT.size:
             raise ValueError(f"APSCompressor: rank {rank} has sent {len(message)} bytes that are not of horovod_aps; "
                              f"check that all ranks run the same program and version")

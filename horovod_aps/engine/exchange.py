@@ -636,7 +636,8 @@ class Exchange:
             work = job.work
             work.phase.end()
             work.lease.end()
-            self.statistics.add_layers(work.specs, work.layer_exponents, work.bucket.layer_of_segment, work.measured)
+            self.statistics.add_layers(work.specs, work.layer_exponents, work.bucket.layer_of_segment, work.measured,
+                                       work.histograms)
             for layer in work.layers:
                 layer.done = True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_dtypes  # noqa: F401 (makes NumPy know bfloat16)
@@ -12,9 +12,10 @@ from horovod.tensorflow import mpi_ops
 
 from horovod_aps import carrier
 from horovod_aps.engine.layer import Layer
-from horovod_aps.kernels import DTYPE_NAMES, CpuKernels
+from horovod_aps.kernels import DTYPE_NAMES, ITEM_SIZES, Bytes, CpuKernels, Table
 from horovod_aps.options import Options
 from horovod_aps.seeds import stochastic_seed
+from horovod_aps.statistics import Statistics
 from horovod_aps.tensorflow.collectives import allreduce
 
 
@@ -27,8 +28,15 @@ def array_at(address: int, layer: Layer) -> np.ndarray:
     return np.frombuffer(memoryview((ctypes.c_uint8 * n_bytes).from_address(address)), dtype)
 
 
-def carry(layers: Sequence[Layer], options: Options, step_number: int, process_set: Any) -> None:
+def carry(layers: Sequence[Layer], options: Options, step_number: int, process_set: Any,
+          statistics: Statistics) -> None:
     """All-reduce layers in two plain all-reduces, which ranks in hvd.join() take part in with zeros."""
+
+    def account(name: str) -> Callable[[Table, Bytes, int], None]:
+        return lambda segment, message, exponent: statistics.add_carried(
+            name, kernels, segment, message, exponent, ITEM_SIZES[place.dtype], options, process_set.size(),
+            step_number)
+
     kernels = CpuKernels()
     place = carrier.carrier_place(options, process_set.size(), mpi_ops.gloo_enabled())
     seed = stochastic_seed(options, step_number, process_set.rank())
@@ -41,7 +49,7 @@ def carry(layers: Sequence[Layer], options: Options, step_number: int, process_s
     ends = np.cumsum(counts)
     for layer, n, end, word in zip(layers, counts, ends, words[:-2]):
         carrier.fill_carrier(kernels, layer.source, n, layer.dtype, values[end - n:end].ctypes.data, word, place,
-                             options, seed)
+                             options, seed, account(layer.shown))
     totals = allreduce(values, mpi_ops.Sum, process_set.process_set_id)
     for layer, n, end, word in zip(layers, counts, ends, words[:-2]):
         power, finite = carrier.back_scale(word, place)

@@ -168,7 +168,7 @@ def _reduce(call: Call, ticket: np.ndarray, layers: list[Layer], gpu: str | None
     check_transports(int(ticket[order.PACKED]), int(ticket[order.PRESENT]))
     if not call.packed:
         step_number = compressor._carried[call.stem] = compressor._carried.get(call.stem, -1) + 1
-        carry(layers, compressor._options, step_number, process_set)
+        carry(layers, compressor._options, step_number, process_set, compressor._carrier_statistics)
         return
     n_present = int(ticket[order.PRESENT])
     if n_present != size:

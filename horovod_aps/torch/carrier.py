@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,10 @@ from horovod.torch import mpi_ops
 
 from horovod_aps import carrier
 from horovod_aps.engine.layer import Layer
-from horovod_aps.kernels import FLOAT16, FLOAT32, CpuKernels
+from horovod_aps.kernels import FLOAT16, FLOAT32, ITEM_SIZES, Bytes, CpuKernels, Table
 from horovod_aps.options import Options
 from horovod_aps.seeds import stochastic_seed
+from horovod_aps.statistics import Statistics
 
 VALUE_DTYPES = {FLOAT16: torch.float16, FLOAT32: torch.float32}
 
@@ -34,7 +35,8 @@ class CarrierBatch:
     Nothing is sent before: ranks with other options would leave operations behind that nobody answers.
     """
 
-    def __init__(self, name: str, process_set: Any, options: Options) -> None:
+    def __init__(self, name: str, process_set: Any, options: Options, statistics: Statistics) -> None:
+        self._statistics = statistics
         self._name, self._process_set, self.options = name, process_set, options
         self._kernels = CpuKernels()
         self.members = tuple(process_set.ranks)
@@ -78,10 +80,16 @@ class CarrierBatch:
                                           process_set=self._process_set)
         return CarriedGroup(layers, sources, shared, handle)
 
+    def _account(self, name: str) -> Callable[[Table, Bytes, int], None]:
+        """Counts a tensor that has just been rounded."""
+        return lambda segment, message, exponent: self._statistics.add_carried(
+            name, self._kernels, segment, message, exponent, ITEM_SIZES[self._place.dtype], self.options,
+            len(self.members), self.step_number)
+
     def _start_values(self, layer: Layer, source: torch.Tensor, word: int, seed: int | None) -> int:
         values = torch.empty(source.numel(), dtype=VALUE_DTYPES[self._place.dtype])
         carrier.fill_carrier(self._kernels, source.data_ptr(), source.numel(), layer.dtype, values.data_ptr(), word,
-                             self._place, self.options, seed)
+                             self._place, self.options, seed, self._account(layer.shown))
         handle: int = mpi_ops.allreduce_async_(values, op=mpi_ops.Sum, name=f"{self._name}.value.{layer.name}",
                                                process_set=self._process_set)
         return handle

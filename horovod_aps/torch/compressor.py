@@ -219,7 +219,8 @@ class APSCompressor(BaseCompressor, Compressor):
         known = self._carriers.get(process_set.process_set_id)
         if known is not None and known.members == tuple(process_set.ranks) and known.options is self._options:
             return known
-        new = CarrierBatch(f"{self._name}.{process_set.process_set_id}", process_set, self._options)
+        new = CarrierBatch(f"{self._name}.{process_set.process_set_id}", process_set, self._options,
+                           self._carrier_statistics)
         if known is not None and known.members == new.members:  # after set_format
             new.step_number = known.step_number
         self._carriers[process_set.process_set_id] = new

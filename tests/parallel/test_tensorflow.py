@@ -338,8 +338,10 @@ def test_process_sets():
 def test_carrier_transport(graph):
     """transport="allreduce". Oracle: small integers are exact in (4, 3) and in float16."""
     x = tf.constant([0.0, 1, 2, 3, -4], tf.float32) * (hvd.rank() + 1)
-    compressor = APSCompressor(4, 3, transport="allreduce")
+    compressor = APSCompressor(4, 3, transport="allreduce", stats=True)
     result = run(lambda: hvd.allreduce(x, compression=compressor, op=hvd.Sum), graph)
+    (layer,) = compressor.stats()["layers"].values()
+    assert layer["n_elements"] == 5 and layer["relative_error"] == 0 and sum(layer["histogram"]) == 4
     assert result.numpy().tolist() == [n * sum(range(1, hvd.size() + 1)) for n in (0, 1, 2, 3, -4)]
 
 

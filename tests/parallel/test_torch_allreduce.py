@@ -303,14 +303,21 @@ def test_set_format_between_steps(transport):
     assert not torch.equal(hvd.allreduce(x, name="x", compression=compressor), result)
 
 
-def test_stats_report_what_was_sent():
-    compressor = APSCompressor(4, 3, stats=True)
+@pytest.mark.parametrize("transport, ratio", [("packed", 0.25), ("allreduce", 0.5)])
+def test_stats_report_what_was_sent(transport, ratio, tmp_path):
+    compressor = APSCompressor(4, 3, stats=True, transport=transport)
     x = torch.randn(200_000, generator=torch.Generator().manual_seed(hvd.rank()))
     hvd.allreduce(x, name="s", compression=compressor)
     stats = compressor.stats()
-    assert 0.25 <= stats["ratio"] < 0.26
+    assert ratio <= stats["ratio"] < ratio + 0.01
     assert 0.0 < stats["layers"]["s"]["relative_error"] < 0.04
-    assert stats["layers"]["s"]["n_exchanges"] == 1
+    assert stats["layers"]["s"]["n_exchanges"] == 1 and stats["layers"]["s"]["exponent"] == 2
+    assert 16_000 < sum(stats["layers"]["s"]["histogram"]) <= 16_392
+    x[7] = torch.nan
+    hvd.allreduce(x, name="s", compression=compressor)
+    assert compressor.stats()["layers"]["s"]["n_nonfinite"] == 1
+    compressor.report(tmp_path / "run.html")
+    assert "<code>e=3, m=2</code>" in (tmp_path / "run.html").read_text()
 
 
 @pytest.mark.slow

@@ -9,10 +9,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from horovod_aps.carrier import Place, carrier_place
+from horovod_aps.carrier import Place, carrier_place, exponent_word, fill_carrier
 from horovod_aps.formats import FloatFormat
-from horovod_aps.kernels import FLOAT16, FLOAT32
+from horovod_aps.kernels import FLOAT16, FLOAT32, CpuKernels
 from horovod_aps.options import Options
+from horovod_aps.statistics import Statistics
 
 PATTERNS = np.arange(2**16)
 with np.errstate(over="ignore"):
@@ -128,3 +129,14 @@ def test_place(e, m, size, over_gloo, expected):
 def test_place_refuses_what_float16_cannot_hold(over_gloo):
     with pytest.raises(ValueError, match=r'transport="allreduce" cannot carry e=5, m=2 for 512 ranks in float16'):
         carrier_place(Options(5, 2), 512, over_gloo)
+
+
+@pytest.mark.parametrize("place, item_size", [(Place(FLOAT16, -2), 2), (Place(FLOAT32, -2), 4)])
+def test_statistics_count_the_bytes_of_the_type_that_travels(place, item_size):
+    """Oracle: a ring of 2 ranks sends every byte once; the exponent is a word of 4 more."""
+    options, statistics, kernels = Options(5, 2, transport="allreduce"), Statistics(), CpuKernels()
+    x, carried = np.ones(100, np.float32), np.empty(100, np.float32)
+    word = exponent_word(kernels, x.ctypes.data, 100, FLOAT32, options)
+    fill_carrier(kernels, x.ctypes.data, 100, FLOAT32, carried.ctypes.data, word, place, options, None,
+                 lambda *rounded: statistics.add_carried("x", kernels, *rounded, item_size, options, 2, 0))
+    assert (statistics.bytes_sent, statistics.bytes_fp32) == (100 * item_size + 4, 400)

@@ -39,8 +39,9 @@ def run(kernels: object, n_ranks: int, options: Options, n_steps: int) -> tuple[
     ids=str,
 )
 def test_cuda_exchange_equals_cpu(n_ranks: int, options: Options) -> None:
-    on_cpu, _ = run(CpuKernels(), n_ranks, options, 3)
-    on_gpu, _ = run(CudaKernels(cuda_standin), n_ranks, options, 3)
+    on_cpu, cpu = run(CpuKernels(), n_ranks, options, 3)
+    on_gpu, gpu = run(CudaKernels(cuda_standin), n_ranks, options, 3)
+    assert [one.statistics.as_dict() for one in cpu] == [one.statistics.as_dict() for one in gpu]
     for a, b in zip(on_cpu, on_gpu, strict=True):
         np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32))
 

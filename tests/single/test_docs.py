@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from horovod_aps import cli, config
+from horovod_aps import config
+from horovod_aps.tools import cli
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
@@ -134,7 +135,7 @@ AROUND = {
 }
 RUNNER = """
 import importlib, json, os, sys
-from horovod_aps import doctor
+from horovod_aps.tools import doctor
 rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
 for where, text, module in json.load(open(sys.argv[1])):
     print("running", where, flush=True)
@@ -241,6 +242,15 @@ def test_commands_of_horovod_aps_parse() -> None:
             assert done.code == 0, f"{where}: horovod-aps {' '.join(words)}"
 
 
+def test_command_line_page_is_the_parsers() -> None:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import cli_page
+
+    assert cli_page.PAGE.read_text() == cli_page.text(), "type: python scripts/cli_page.py"
+    rows = re.findall(r"^\| `.*?` \| (.*) \|$", cli_page.text(), re.MULTILINE)
+    assert len(rows) > 25 and all(rows)  # every argument is explained
+
+
 def test_demo_table_is_the_demos() -> None:
     """README's table has the demo's rows and columns, and no row pays for statistics that the others do not have."""
     page = (ROOT / "README.md").read_text()
@@ -286,6 +296,11 @@ def test_documentation_builds_without_warnings(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    # All of it is in the site, colours of code and diffs among it.
+    for page in (tmp_path / "site").glob("*.html"):
+        assert not re.findall(r'<(?:script|link)[^>]*(?:src|href)="(?:https?:)?//', page.read_text()), page.name
+    index = (tmp_path / "site" / "index.html").read_text()
+    assert 'class="gd"' in index and 'class="gi"' in index and 'href="stylesheets/code.css"' in index
     api = (tmp_path / "site" / "api.html").read_text()
     for name in ("APSCompressor", "error_feedback", "FloatFormat", "EmulatedOptimizer", "suggest_overrides"):
         assert name in api, name

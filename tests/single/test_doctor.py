@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from horovod_aps import config, doctor
+from horovod_aps import config
 from horovod_aps.kernels import native
+from horovod_aps.tools import doctor
 
-COMMAND = [sys.executable, "-m", "horovod_aps.cli", "doctor"]
+COMMAND = [sys.executable, "-m", "horovod_aps.tools.cli", "doctor"]
 MPIRUN = ["mpirun", "--oversubscribe", "--bind-to", "none"]
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
 
@@ -44,12 +45,26 @@ def test_healthy_machine_has_no_red_line():
     [("HOROVOD_APS_THREADS", "4", "HOROVOD_APS_THREADS is not a variable of horovod_aps"),
      ("HOROVOD_APS_LOG", "loud", "HOROVOD_APS_LOG must be one of"),
      ("HOROVOD_APS_NUM_THREADS", "none", "HOROVOD_APS_NUM_THREADS must be an integer"),
-     ("HOROVOD_APS_TIMELINE", "/no/such/folder/t.json", "HOROVOD_APS_TIMELINE must be a file in a folder")],
+     ("HOROVOD_APS_TIMELINE", "/no/such/folder/t.json", "HOROVOD_APS_TIMELINE must be a file in a folder"),
+     ("HOROVOD_CONTROLLER", "mpich", "HOROVOD_CONTROLLER must be one of mpi, gloo, got 'mpich'"),
+     ("HOROVOD_CYCLE_TIME", "1ms", "HOROVOD_CYCLE_TIME must be a number, got '1ms'")],
 )
 def test_wrong_variable_is_red(name, value, text, monkeypatch):
     monkeypatch.setenv(name, value)
     red = [finding for finding in doctor.check_environment() if finding.level == doctor.RED]
-    assert len(red) == 1 and text in red[0].text and red[0].remedy
+    assert len(red) == 1 and text in red[0].text and name in red[0].text + red[0].remedy
+
+
+def test_wrong_variables_are_one_red_line_each():
+    """In Horovod's own process, which two of them would end; nothing else is blamed, least of all Horovod."""
+    wrong = {"HOROVOD_APS_LOG": "loud", "HOROVOD_APS_NUM_THREADS": "none", "HOROVOD_CONTROLLER": "x",
+             "HOROVOD_CPU_OPERATIONS": "y"}
+    done = call(COMMAND, **wrong)
+    assert done.returncode == 1, done.stdout + done.stderr
+    red = [line for line in done.stdout.splitlines() if line.startswith("[FAIL]")]
+    assert len(red) == 4 and all(line.startswith("[FAIL] environment: ") for line in red), done.stdout
+    assert all(f"-> unset {name} or correct it" in done.stdout for name in wrong) and "reinstall" not in done.stdout
+    assert "[ ok ] horovod: rank 0 of 1" in done.stdout
 
 
 @pytest.fixture
@@ -66,7 +81,7 @@ def test_horovod_that_cannot_be_imported_is_red(broken_horovod):
     done = call(COMMAND, PYTHONPATH=broken_horovod, HOROVOD_APS_LOG="loud")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     for line in ("[FAIL] environment: HOROVOD_APS_LOG must be one of debug, info, warning, error",
-                 "       -> unset it or correct it",
+                 "       -> unset HOROVOD_APS_LOG or correct it",
                  "[FAIL] import: horovod.torch cannot be imported: ImportError: undefined symbol: _ZN5torch",
                  "       -> reinstall Horovod for the frameworks that are here now"):
         assert line in done.stdout, done.stdout
@@ -121,6 +136,13 @@ def test_check_that_fails_names_its_topic_and_a_remedy(monkeypatch):
         (finding,) = doctor.examine([fails], None)
         assert finding.level == doctor.RED and finding.text == "OSError: planted" and len(finding.remedy) > 10
         assert finding.topic == check.__name__[len("check_"):].replace("_", " ")
+
+
+def test_wrong_variable_is_not_blamed_on_the_library(monkeypatch):
+    monkeypatch.setattr(native, "_library", None)
+    monkeypatch.setenv("HOROVOD_APS_NUM_THREADS", "none")
+    (finding,) = doctor.examine([doctor.check_kernels])
+    assert "HOROVOD_APS_NUM_THREADS must be" in finding.text and finding.remedy == "unset it or correct it"
 
 
 def test_missing_library_is_red(monkeypatch):

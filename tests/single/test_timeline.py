@@ -15,12 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from horovod_aps import cli, config, timeline
+from horovod_aps import config, timeline
 from horovod_aps.engine.exchange import local_allreduce
 from horovod_aps.engine.layer import Layer
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.log import logger
 from horovod_aps.options import Options
+from horovod_aps.tools import cli
+from horovod_aps.tools.timeline import merge
 
 TWO_RANKS = ["APS_SCAN", "APS_EXPONENTS", "APS_ENCODE", "APS_ALLGATHER", "APS_DECODE"]
 THREE_RANKS = [*TWO_RANKS[:3], "APS_ALLTOALL", "APS_REDUCE", "APS_ALLGATHER", "APS_DECODE"]
@@ -128,10 +130,16 @@ def test_merge_shifts_to_one_axis_and_refuses_foreign_files(tmp_path, capsys):
     assert cli.main(["timeline", *files, "--output", str(out)]) == 0
     times = {e["name"]: e["ts"] for e in json.loads(out.read_text()) if "ts" in e}
     assert times == {"ALLREDUCE": 50, "APS_SCAN": 207}
+    before = out.read_text()
+    assert cli.main(["timeline", *files[:1], "--output", str(out)]) == 2 and out.read_text() == before
+    assert "merged.json is there already; name another by --output, or add --force" in capsys.readouterr().err
+    assert cli.main(["timeline", *files[:1], "--output", str(out), "--force"]) == 0 and out.read_text() != before
+    assert cli.main(["timeline", *files, "--output", files[0], "--force"]) == 2
+    assert "--output must not be one of the files to merge" in capsys.readouterr().err
     for text in ("not json", "[]", "{}", "[1]", '[{"args": 3}]'):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(ValueError, match="bad.json must be a timeline"):
-            timeline.merge([tmp_path / "bad.json"])
+            merge([tmp_path / "bad.json"])
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from horovod_aps.kernels import ITEM_SIZES, SUM_FLOAT, SUM_FORMAT, SUM_KAHAN
 from horovod_aps.layout import BucketLayout, LayerSpec
 from horovod_aps.options import Options
 from horovod_aps.seeds import stochastic_seed
+from horovod_aps.statistics import exponent_histograms
 from horovod_aps.timeline import Phases
 from horovod_aps.transports.base import Request, Transport
 
@@ -59,6 +60,8 @@ class Work:
     """By layer, as agreed on."""
     measured: np.ndarray | None = None
     """What the kernels have measured of rounding, if asked to."""
+    histograms: np.ndarray | None = None
+    """Of the values' exponents by layer, if asked to."""
 
     def __post_init__(self) -> None:
         self.table = self.bucket.segments.copy()
@@ -108,5 +111,8 @@ class Work:
         """All of the bucket is in `message`: keep what rounding has lost, and measure it if asked to."""
         if self.options.stats:
             self.measured = self.kernels.measure(self.table, message)
+            if self.options.scaling:
+                self.histograms = exponent_histograms(self.kernels, self.table, self.bucket.layer_of_segment,
+                                                      len(self.layers), self.step_number)
         if self.options.error_feedback:
             self.kernels.residual(self.table, message)

@@ -8,15 +8,18 @@ import os
 import sys
 from collections.abc import Sequence
 
+from horovod_aps import __version__
+
 SUBCOMMANDS = ("predict", "calibrate", "timeline", "doctor", "report")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser with all subcommands; every one sets `run`, a function of the parsed arguments."""
     parser = argparse.ArgumentParser(prog="horovod-aps", description="Tools around horovod_aps.")
+    parser.add_argument("--version", action="version", version=f"horovod-aps {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True)
     for name in SUBCOMMANDS:
-        importlib.import_module(f"horovod_aps.{name}").add_parser(subparsers)
+        importlib.import_module(f"horovod_aps.tools.{name}").add_parser(subparsers)
     return parser
 
 
@@ -30,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # as in `horovod-aps predict ... | head`; the interpreter flushes once more when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, TypeError, FileNotFoundError) as error:
+    except (ValueError, TypeError, OSError, ImportError) as error:
         print(f"horovod-aps {args.command}: {error}", file=sys.stderr)
         return 2
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
 import platform
 import shutil
@@ -43,6 +44,8 @@ REMEDIES = {  # for what a check did not foresee; by the name of its function
 }
 TESTED = {"torch": "2.13", "tensorflow": "2.21", "horovod": "0.28"}
 N_VALUES = 1000
+HOROVODS_CHOICES = {"HOROVOD_CONTROLLER": ("mpi", "gloo"), "HOROVOD_CPU_OPERATIONS": ("mpi", "gloo", "ccl")}
+HOROVODS_NUMBERS = ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD", "HOROVOD_CACHE_CAPACITY")
 
 
 @dataclass(frozen=True)
@@ -97,18 +100,34 @@ def check_versions() -> Iterator[Finding]:
                       "use horovod_aps.keras.DistributedOptimizer, or TF_USE_LEGACY_KERAS=1 with tf-keras")
 
 
+def wrong_variables() -> dict[str, str]:
+    """What is wrong with the variables of this package and with those of Horovod's that end or mislead it."""
+    wrong = {}
+    for read in (config.num_threads, config.use_avx2, config.log_level, config.timeline_file):
+        try:
+            read()
+        except ValueError as error:
+            wrong[str(error).split()[0]] = str(error)
+    for name, known in HOROVODS_CHOICES.items():
+        if os.environ.get(name, known[0]).lower() not in known:
+            wrong[name] = f"{name} must be one of {', '.join(known)}, got {os.environ[name]!r}; Horovod ends with it"
+    for name in HOROVODS_NUMBERS:
+        try:
+            float(os.environ.get(name, "0"))
+        except ValueError:
+            wrong[name] = f"{name} must be a number, got {os.environ[name]!r}; Horovod takes it for 0"
+    return wrong
+
+
 def check_environment() -> Iterator[Finding]:
-    """HOROVOD_APS_* variables: known, and with values that make sense."""
+    """HOROVOD_APS_* variables, and some of Horovod's: known, and with values that make sense."""
     given = config.given()
     for name in given:
         if name not in config.VARIABLES:
             yield Finding(RED, "environment", f"{name} is not a variable of horovod_aps",
                           f"unset it, or use one of {', '.join(sorted(config.VARIABLES))}")
-    for read in (config.num_threads, config.use_avx2, config.log_level, config.timeline_file):
-        try:
-            read()
-        except ValueError as error:
-            yield Finding(RED, "environment", str(error), "unset it or correct it")
+    for name, text in wrong_variables().items():
+        yield Finding(RED, "environment", text, f"unset {name} or correct it; the other checks go on without it")
     yield Finding(GREEN, "environment", ", ".join(map("=".join, given.items())) or "defaults")
 
 
@@ -280,7 +299,8 @@ def examine(checks: list[Callable[..., Iterator[Finding]]], *args: Any) -> list[
             findings.extend(check(*args))
         except Exception as error:  # any failure of any part is what people call the doctor for
             topic = check.__name__.removeprefix("check_").replace("_", " ")
-            findings.append(Finding(RED, topic, f"{type(error).__name__}: {error}", REMEDIES[topic]))
+            remedy = "unset it or correct it" if str(error).startswith("HOROVOD_") else REMEDIES[topic]
+            findings.append(Finding(RED, topic, f"{type(error).__name__}: {error}", remedy))
     return findings
 
 
@@ -310,8 +330,10 @@ def run(args: argparse.Namespace) -> int:
     """Print the report; 1 if anything on any rank is red."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     launched = config.launcher_rank() is not None
-    findings = examine([check_versions, check_environment, check_kernels, check_gpu, check_launchers,
-                        check_local_exchange])
+    findings = examine([check_versions, check_environment])
+    for name in wrong_variables():  # one fault, one red line: what follows is about the rest
+        del os.environ[name]
+    findings += examine([check_kernels, check_gpu, check_launchers, check_local_exchange])
     if not launched:
         print(*findings, sep="\n", flush=True)  # an MPI that cannot start ends the process
     modules: list[Any] = []
@@ -356,8 +378,20 @@ def _table(reports: list[list[Finding]]) -> str:
     return "\n".join(lines)
 
 
+def parse_seconds(text: str) -> float:
+    """A positive number that a timer takes."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= threading.TIMEOUT_MAX:
+        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, got {text!r}")
+    return value
+
+
 def add_parser(subparsers: Any) -> None:
     """Add the `doctor` subcommand."""
     parser = subparsers.add_parser("doctor", help="check this installation and, under a launcher, the cluster")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for other ranks (default: 60)")
+    parser.add_argument("--timeout", type=parse_seconds, default=60.0,
+                        help="seconds to wait for other ranks (default: 60)")
     parser.set_defaults(run=run)
