@@ -27,6 +27,7 @@ from horovod_aps.engine.feedback import Residuals
 from horovod_aps.engine.flight import Flight, Job, Plan
 from horovod_aps.engine.layer import Layer
 from horovod_aps.engine.pool import Lease, Pool
+from horovod_aps.engine.reductions import ChooseReduction, reduction_for
 from horovod_aps.engine.reductions.base import N_TAGS, Work
 from horovod_aps.errors import LostPeer
 from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO
@@ -45,15 +46,17 @@ class Exchange:
     """APS all-reduce of batches of layers among the ranks of one process set."""
 
     def __init__(self, kernels: Any, transport: Transport | None, options: Options,
-                 context: Callable[[], AbstractContextManager[Any]] = nullcontext, overlap: bool = False) -> None:
+                 context: Callable[[], AbstractContextManager[Any]] = nullcontext, overlap: bool = False,
+                 choose_reduction: ChooseReduction = reduction_for) -> None:
         """Made without a transport if the ranks have not met yet; `context` is for whoever launches its kernels.
 
         With `overlap` buckets of a known batch start as soon as they are full, before anybody waits.
+        `choose_reduction` says how each bucket of a new plan is reduced, in the same way on all ranks.
         """
         self.options = options
         self.kernels = kernels
         self.context = context
-        self._overlap = overlap
+        self._overlap, self._choose_reduction = overlap, choose_reduction
         self.statistics = Statistics()
         self.step_number = 0
         self.gate: Callable[[], bool] | None = None
@@ -509,7 +512,7 @@ class Exchange:
         assert self.transport is not None
         description = agreement.describe(specs, self.options)
         plan = self._plans[description] = Plan(specs, description, self.transport.rank, self.transport.size,
-                                               self.options, self._is_warm())
+                                               self.options, self._is_warm(), self._choose_reduction)
         if len(self._plans) > MAX_PLANS:
             _, oldest = self._plans.popitem(last=False)
             self._plan_of = {name: plan for name, plan in self._plan_of.items() if plan is not oldest}
