@@ -39,7 +39,8 @@ from horovod_aps.transports.base import Transport
 
 MAX_PLANS = 64  # batches remembered; an older one is talked about anew when it comes back
 LOOK_SECONDS = 500e-6  # between looks from within backward
-MAX_SERIAL = 4096  # buckets that can be on their way at the same time, and more
+MAX_FLYING = 256  # buckets on their way at the same time; looking at all of them takes time
+MAX_SERIAL = 4096  # after so many buckets tags are used again
 
 
 class Exchange:
@@ -546,7 +547,7 @@ class Exchange:
         if flight is None or self._talking or self._choosing or not self._gate_is_open():
             return False
         moved = False
-        while flight.next_is_full:
+        while flight.next_is_full and len(self._jobs) + len(flight.works) - flight.n_agreed < MAX_FLYING:
             self._launch(flight)
             moved = True
         return moved
