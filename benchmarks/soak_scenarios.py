@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from horovod.torch import mpi_ops
 
-from horovod_aps.exchange import Layer, local_allreduce
+from horovod_aps.engine.exchange import local_allreduce
+from horovod_aps.engine.layer import Layer
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.options import Options
 from horovod_aps.torch import APSCompressor

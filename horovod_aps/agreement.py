@@ -12,39 +12,29 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 from horovod_aps import __version__
+from horovod_aps.engine.layer import Layer
 from horovod_aps.formats import FLOAT32
 from horovod_aps.kernels import DTYPE_NAMES
 from horovod_aps.layout import LayerSpec
 from horovod_aps.options import Options
 
-LAYER_KEYS = {"shape", "dtype", "format", "specials"}
+LAYER_KEYS = {"shape", "dtype", "format", "specials", "group_size"}
 MAX_NAMED = 4  # tensors in one message
 MAX_PROPOSAL = 1 << 28  # bytes; half a million layers need less
 
 
-class _LayerLike(Protocol):
-    name: str
-    shape: tuple[int, ...]
-    dtype: int
-    factor: float
-    label: str
-
-    @property
-    def shown(self) -> str: ...
-
-
-def spec_of(layer: _LayerLike, options: Options, warm: bool) -> LayerSpec:
+def spec_of(layer: Layer, options: Options, warm: bool) -> LayerSpec:
     """What ranks compare about a layer; during warm-up all layers travel as float32."""
     fmt = FLOAT32 if warm else options.format_for(layer.shown, math.prod(layer.shape))
-    return LayerSpec(layer.name, tuple(layer.shape), layer.dtype, 1.0, fmt, layer.label)
+    return LayerSpec(layer.name, tuple(layer.shape), layer.dtype, fmt, layer.label, layer.group_size)
 
 
 def _plain(spec: LayerSpec) -> dict[str, Any]:
     return {"shape": list(spec.shape), "dtype": DTYPE_NAMES[spec.dtype], "format": spec.format.name,
-            "specials": spec.format.specials}
+            "specials": spec.format.specials, "group_size": spec.group_size}
 
 
 def describe(specs: Iterable[LayerSpec], options: Options) -> str:
@@ -159,7 +149,8 @@ def _parse(raw: bytes, rank: int) -> Proposal:
         raise _foreign(rank, f"must have {', '.join(field.name for field in fields(Proposal))}")
     one = Proposal(**entry)
     for wrong, what in (
-        (not isinstance(one.options, dict) or not isinstance(one.layers, dict), "options or layers have the wrong type"),
+        (not isinstance(one.options, dict) or not isinstance(one.layers, dict),
+         "options or layers have the wrong type"),
         (not isinstance(one.layers, dict) or not all(isinstance(layer, dict) and set(layer) == LAYER_KEYS
                                                      for layer in one.layers.values()),
          f"layers must have {', '.join(sorted(LAYER_KEYS))}"),

@@ -30,10 +30,10 @@ class LayerSpec:
     name: str
     shape: tuple[int, ...]
     dtype: int
-    factor: float
     format: Format
     label: str = field(default="", compare=False)
     """What people call it; ranks need not agree on that."""
+    group_size: int = 1
 
     @property
     def shown(self) -> str:
@@ -140,7 +140,6 @@ def lay_out_bucket(specs: Sequence[LayerSpec], layers: Sequence[int], n_shards: 
     segments = np.zeros(len(rows), SEGMENT)
     segments["n"], segments["offset"], segments["first"] = n_of, offset_of, first_of
     for column, values in (
-        ("factor", [specs[layer].factor for layer in layers]),
         ("dtype", [specs[layer].dtype for layer in layers]),
         ("uid", layers),
     ):

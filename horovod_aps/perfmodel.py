@@ -347,7 +347,7 @@ def predict_exchange(
         return Prediction(backward, 0.0, 0.0, 0.0, 0.0)
     rates, slow, sent = machine.kernel_rates(exp_bits, man_bits), machine.slowdown(n_ranks), 0.0
     network, wire_format = _shared(network, machine, n_ranks), FloatFormat(exp_bits, man_bits)
-    specs = [LayerSpec("", (size,), 0, 1.0, wire_format) for size in reversed(sizes)]
+    specs = [LayerSpec("", (size,), 0, wire_format) for size in reversed(sizes)]
     groups = split_into_buckets(specs, machine.bucket_bytes / 1e6)
     jobs = []
     for group, ready in zip(groups, _ready_times(groups, backward), strict=True):

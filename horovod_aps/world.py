@@ -17,7 +17,6 @@ from horovod_aps.log import trace
 from horovod_aps.transports.base import Transport
 
 
-
 def mpi_usable(basics: Any) -> bool:
     """Whether this rank could talk MPI directly, beside Horovod."""
     if not (basics.mpi_built() and basics.mpi_enabled() and basics.mpi_threads_supported()):

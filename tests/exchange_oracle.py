@@ -36,7 +36,7 @@ def expected(
     first = grads_per_rank[0]
     by_name = dict(formats) if isinstance(formats, Mapping) else dict.fromkeys(first, formats)
     specs = [
-        LayerSpec(name, x.shape, CODES[x.dtype], factor,
+        LayerSpec(name, x.shape, CODES[x.dtype],
                   FLOAT32 if by_name[name] is None else FloatFormat(*by_name[name]))
         for name, x in first.items()
     ]

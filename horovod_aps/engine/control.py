@@ -2,7 +2,7 @@
 
 Each rank says one thing per round. In a round in which all say the header of the same bucket, that bucket goes on its
 way with the largest exponents. In a round in which all describe what they hold (a talk), they settle what to reduce
-next. In a round in which all pass, the rest of a batch that they had begun will not come. If they say different things, the round ends the epoch: whatever was said for later rounds of it no longer counts,
+next. If they say different things, the round ends the epoch: whatever was said for later rounds of it no longer counts,
 on any rank, and all of them talk next. Since every rank hears the same messages, all come to the same conclusion.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-HEADER, TALK, CHOICE, PASS = 1, 2, 3, 4
+HEADER, TALK, CHOICE, NUDGE = 1, 2, 3, 4
 _FRONT = struct.Struct("<BxxxII")  # what it is, epoch, round
 _IDENTITY = struct.Struct("<16s8sI")  # digest of the plan, digest of the factors, bucket
 
@@ -61,11 +61,11 @@ class Rounds:
         return self._n_said == self._n_concluded
 
     @property
-    def asked(self) -> set[int]:
-        """What others have said in the next round, while this rank has not yet: kinds of messages."""
+    def asked(self) -> list[tuple[int, bytes]]:
+        """What others have said in the next round, while this rank has not yet."""
         if not self.answered:
-            return set()
-        return {kind for kind, _ in self._heard.get((self.epoch, self._n_concluded), {}).values()}
+            return []
+        return list(self._heard.get((self.epoch, self._n_concluded), {}).values())
 
     def say(self, kind: int, body: bytes) -> bytes:
         """Note what this rank says next; returns the message for the others."""
@@ -73,14 +73,21 @@ class Rounds:
         self._n_said += 1
         return _FRONT.pack(kind, self.epoch, self._n_said - 1) + body
 
-    def hear(self, rank: int, message: bytes) -> None:
-        """Note what another rank has said; ValueError if it is nothing that a rank says."""
+    def nudge(self, number: int) -> bytes:
+        """A message outside of all rounds: this rank waits for the others to open their ticket of this number."""
+        return _FRONT.pack(NUDGE, 0, number)
+
+    def hear(self, rank: int, message: bytes) -> int | None:
+        """Note what another rank has said; a nudge's number if it was one, ValueError if it is nothing that a rank says."""
         if len(message) < _FRONT.size:
             raise ValueError(f"APSCompressor: rank {rank} has sent {len(message)} bytes that are not of horovod_aps; "
                              f"check that all ranks run the same program and version")
         kind, epoch, number = _FRONT.unpack_from(message)
+        if kind == NUDGE:
+            return int(number)
         if epoch >= self.epoch:  # what was said before an epoch ended is void
             self._heard.setdefault((epoch, number), {})[rank] = (kind, message[_FRONT.size:])
+        return None
 
     def missing(self) -> set[int]:
         """Ranks that the present round waits for; none if this rank waits for no answer."""

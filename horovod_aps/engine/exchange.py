@@ -15,14 +15,14 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from horovod_aps import agreement, timeline
 from horovod_aps.auto import AutoChooser, format_table
 from horovod_aps.engine import progress
-from horovod_aps.engine.control import CHOICE, HEADER, PASS, TALK, Header, Rounds, factors_digest, shared_exponents
+from horovod_aps.engine.control import CHOICE, HEADER, TALK, Header, Rounds, factors_digest, shared_exponents
 from horovod_aps.engine.feedback import Residuals
 from horovod_aps.engine.flight import Flight, Job, Plan
 from horovod_aps.engine.layer import Layer
@@ -41,6 +41,16 @@ MAX_PLANS = 64  # batches remembered; an older one is talked about anew when it 
 LOOK_SECONDS = 500e-6  # between looks from within backward
 MAX_FLYING = 256  # buckets on their way at the same time; looking at all of them takes time
 MAX_SERIAL = 4096  # after so many buckets tags are used again
+
+
+class Tickets(Protocol):
+    """How a frontend has all ranks come before anything starts."""
+
+    def open_until(self, number: int) -> None:
+        """Open all tickets up to this number, for ranks that wait for them."""
+
+    def overdue(self) -> int | None:
+        """The number of a ticket that others have not answered for a while; once in a while."""
 
 
 class Exchange:
@@ -74,6 +84,11 @@ class Exchange:
         self._submitted: deque[Layer] = deque()  # handed in, perhaps by another thread, and not looked at
         self._plans: OrderedDict[str, Plan] = OrderedDict()
         self._start_over()
+        self._serial = 0  # of the next bucket that is agreed on
+        self._nudged = 0  # the ticket that others wait for
+        self.n_talks = 0
+        self.tickets: Tickets | None = None
+        """Where the frontend asks other ranks to come, if it does."""
         self.transport: Transport | None = None
         if transport is not None:
             self.connect(transport)
@@ -85,12 +100,9 @@ class Exchange:
         self._plans.clear()
         self._flight: Flight | None = None
         self._jobs: list[Job] = []
-        self._serial = 0
         self._must_talk = self._talking = self._choosing = False
         self._talked: set[str] = set()
-        self.n_talks = 0
-        self.turn = 0
-        """Counts what ranks conclude about batches: the same number at the same place of their conversation."""
+        self._asked: tuple[tuple[bytes, ...], set[str]] = ((), set())  # what others talk about
 
     def connect(self, transport: Transport) -> None:
         """Go on with the ranks that `transport` joins; what was learned from others is forgotten."""
@@ -103,6 +115,7 @@ class Exchange:
                 self.transport.close()
             self.transport = transport
             self._rounds = Rounds(transport.rank, transport.size)
+            self._serial = self._nudged = 0
 
     @property
     def is_idle(self) -> bool:
@@ -159,22 +172,19 @@ class Exchange:
             self._advance()
             self._next_look = time.perf_counter() + LOOK_SECONDS
 
-    def wait(self, layers: Sequence[Layer] | None = None, turn: int | None = None, settle: bool = True) -> bool:
+    def wait(self, layers: Sequence[Layer] | None = None) -> None:
         """Until these layers have their results; all that was submitted if None.
 
         With None, what was submitted is a whole batch: ranks that have submitted anything else all get a ValueError.
-        With `turn`, gives up and returns False if layers were left over from the batch that began in that turn. With
-        `settle`, also waits until everything that this rank has said has been answered.
         """
         with self.context():
-            return progress.run(self, self.steps(layers, turn, settle))
+            progress.run(self, self.steps(layers))
 
     def flush(self) -> None:
         """`wait` for everything."""
         self.wait()
 
-    def steps(self, layers: Sequence[Layer] | None = None, turn: int | None = None,
-              settle: bool = True) -> Generator[bool, None, bool]:
+    def steps(self, layers: Sequence[Layer] | None = None) -> Generator[bool, None, None]:
         """`wait` in steps that never block, for a caller that drives several exchanges at once."""
         with self._lock:
             self._take_in()
@@ -185,15 +195,10 @@ class Exchange:
                 for layer in wanted:
                     if layer.error is not None:
                         raise layer.error
-                is_done = all(layer.done for layer in wanted)
-                if is_done and (not settle or self._is_settled()):
+                if all(layer.done for layer in wanted) and not self._choosing:
                     self._end_wait()
-                    return True
-                if is_done:
-                    moved |= self._pass_if_incomplete()
-                elif self._is_stuck(wanted):
-                    if turn is not None and self.turn > turn:
-                        return False
+                    return
+                if self._is_stuck(wanted):
                     self._board_or_talk(waits=True, whole=layers is None)
                     moved = True
             yield moved
@@ -206,49 +211,32 @@ class Exchange:
             self._fail(error)
             raise
 
-    def _is_settled(self) -> bool:
-        """Whether all that this rank has said has been answered, and nothing is about to be said."""
-        return self._flight is None and not self._choosing and (self.transport is None or self._rounds.answered)
-
-    def _pass_if_incomplete(self) -> bool:
-        """Say that the rest of a batch will not come now, if there is a batch that was begun."""
-        flight = self._flight
-        if flight is None or flight.next_is_full or flight.is_launched or not self._rounds.answered:
-            return False
-        self._say(PASS, b"")
-        return True
-
     def _end_wait(self) -> None:
-        if not self._jobs and not self._pending and self._is_settled():
+        if not (self._jobs or self._pending or self._choosing):
             progress.remove(self)
             if self._submitted:  # in this very moment, by another thread
                 progress.add(self)
             else:
                 self._load_now()
 
-    def drive(self, impatient: bool) -> bool:
-        """Move on while somebody waits for another exchange; answers ranks that talk about this one.
+    def drive(self, impatient: bool, launch: bool = True) -> bool:
+        """Move on while somebody waits for another exchange; answers ranks that wait for this one.
 
-        `impatient` also answers ranks that send headers of a batch that this rank does not hold: it may come to hold
-        it, and answering then costs another talk.
+        A rank that hands in more later answers when it holds all that others wait for, or at once if `impatient`: then
+        they have what all hold, and must talk again about the rest. Without `launch` no kernel is launched.
         """
         if not self._lock.acquire(blocking=False):
             return False
         try:
             with self.context():
                 self._take_in()
+                if not launch:
+                    if self.transport is not None and self.transport.ready():
+                        self.listen()
+                    return False
                 moved = self._advance()
-                asked = set() if self.transport is None else self._rounds.asked
-                if PASS in asked:
-                    self._say(PASS, b"")
-                    moved = True
-                elif asked and self._pending and not self._choosing and self._gate_is_open():
-                    if self._flight is None and self._may_board():
-                        self._board()
-                    talks = TALK in asked or (impatient and self._flight is None)
-                    if talks and self._rounds.answered and set(self._pending) != self._talked:
-                        self._talk(waits=False, whole=False)
-                        moved = True
+                if self.transport is not None and (asked := self._rounds.asked):
+                    moved |= self._answer(asked, impatient)
                 self._end_wait()
                 return moved
         except Exception as error:
@@ -256,6 +244,22 @@ class Exchange:
             return True
         finally:
             self._lock.release()
+
+    def _answer(self, asked: list[tuple[int, bytes]], impatient: bool) -> bool:
+        """Say something to ranks that have spoken in a round in which this one has not, if there is anything to say."""
+        if not self._pending or self._choosing or not self._gate_is_open():
+            return False
+        if self._flight is None and self._may_board() and self._board():
+            return True
+        if set(self._pending) == self._talked or (self._flight is not None and not impatient):
+            return False
+        bodies = tuple(body for kind, body in asked if kind == TALK)
+        if bodies and bodies != self._asked[0]:  # reading takes long
+            self._asked = (bodies, {name for one in agreement.parse_all(bodies) for name in one.layers})
+        if impatient or (bodies and self._asked[1] <= self._pending.keys()):
+            self._talk(waits=False, whole=False)
+            return True
+        return False
 
     # ---- state --------------------------------------------------------------------------------------------
 
@@ -354,7 +358,6 @@ class Exchange:
         self._end_flight()
         self._must_talk = self._talking = self._choosing = False
         self._talked = set()
-        self.turn += 1
         if self.transport is not None:
             self._rounds.end_epoch()
 
@@ -372,8 +375,7 @@ class Exchange:
         if transport is None or not transport.ready():
             return False
         moved = False
-        for rank, message in transport.heard():
-            self._rounds.hear(rank, message)
+        self.listen()
         while (said := self._rounds.conclude()) is not None:
             try:
                 self._conclude(said)
@@ -389,22 +391,30 @@ class Exchange:
             self._end_jobs()
         return moved
 
+    def listen(self) -> None:
+        """Take in what others have said, and answer nudges; launches nothing."""
+        assert self.transport is not None
+        for rank, message in self.transport.heard():
+            nudge = self._rounds.hear(rank, message)
+            self._nudged = max(self._nudged, nudge or 0)
+        if self.tickets is not None:
+            if self._pending and self._nudged:
+                # A rank that holds tensors will be there; its program may wait for what the other has not begun.
+                self.tickets.open_until(self._nudged)
+            if (number := self.tickets.overdue()) is not None:
+                self.transport.post(self._rounds.nudge(number))
+
     def _conclude(self, said: list[tuple[int, bytes]]) -> None:
         """All ranks have spoken in a round."""
         kinds, bodies = {kind for kind, _ in said}, [body for _, body in said]
-        trace("turn %d epoch %d: %s", self.turn, self._rounds.epoch, [kind for kind, _ in said])
         if kinds == {HEADER} and (exponents := shared_exponents(bodies)) is not None:
             self._agree(exponents)
         elif kinds == {TALK}:
             self._settle(bodies)
         elif kinds == {CHOICE}:
             self._settle_choice(bodies)
-        elif kinds == {PASS}:
-            self.turn += 1
-            self._end_flight()
         else:
             trace("ranks say different things; all describe what they hold")
-            self.turn += 1
             self._rounds.end_epoch()
             self._end_flight()
             self._must_talk, self._talking = True, False
@@ -481,7 +491,7 @@ class Exchange:
             return
         names = agreement.settle(proposals)
         self._must_talk = False
-        self.turn += 1
+        self._end_flight()
         if names:
             layers = [self._pending[name] for name in names]
             self._flight = Flight.of(self._remember(self._specs(layers)), layers)
@@ -569,7 +579,8 @@ class Exchange:
         exponents = np.full(len(layers), EXP_ZERO, np.int32)
         np.maximum.at(exponents, bucket.layer_of_segment, work.table["exponent"])
         flight.works.append(work)
-        header = Header(flight.plan.digest, factors_digest([layer.factor for layer in layers]), index, exponents).encode()
+        factors = factors_digest([layer.factor for layer in layers])
+        header = Header(flight.plan.digest, factors, index, exponents).encode()
         phase("APS_EXPONENTS", len(header) * (self.transport.size - 1))
         self._say(HEADER, header)
 
@@ -596,7 +607,6 @@ class Exchange:
     def _end_batch(self) -> None:
         """A whole flight has been agreed on, on all ranks at the same place of their conversation."""
         self.step_number += 1
-        self.turn += 1
         self._pool.end_batch()
         if self._chooser is not None and self.step_number >= self.options.auto_steps:
             self._choose()

@@ -20,6 +20,8 @@ class Layer:
     """Holds the memory behind `source` and `target` alive."""
     label: str = ""
     """What people call it, in overrides and statistics, if not by its name; ranks need not agree on that."""
+    group_size: int = 1
+    """Of the group that it was handed in with, which must be the same on all ranks."""
     done: bool = False
     """Whether the result is in its place."""
     error: BaseException | None = None

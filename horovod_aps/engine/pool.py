@@ -24,7 +24,7 @@ class Pool:
         self._ages = itertools.count()
         self._idle: OrderedDict[int, np.ndarray] = OrderedDict()  # by age, longest idle first
         self._sizes: list[tuple[int, int]] = []  # of what is idle, with ages; sorted
-        self._n_idle = self._n_used = 0  # bytes
+        self._n_idle = self._n_used = self._n_asked = 0  # bytes
         self._peaks: deque[int] = deque([0], N_PEAKS)
 
     @property
@@ -33,20 +33,24 @@ class Pool:
         return self._n_used + self._n_idle
 
     def _take(self, n_bytes: int) -> np.ndarray:
-        place = bisect_left(self._sizes, (n_bytes, 0))
-        if place < len(self._sizes) and self._sizes[place][0] <= max(64, SPARE * n_bytes):
+        place = bisect_left(self._sizes, (n_bytes, 0))  # the smallest that is large enough
+        # Where a new one would push out another that the next batch may need, batches that take turns share instead.
+        limit = max(64, SPARE * n_bytes) if self.n_bytes + n_bytes <= max(self._peaks) else float("inf")
+        if place < len(self._sizes) and self._sizes[place][0] <= limit:
             size, age = self._sizes.pop(place)
             buffer = self._idle.pop(age)
             self._n_idle -= size
         else:
             buffer = self._alloc(n_bytes)
         self._n_used += len(buffer)
-        self._peaks[-1] = max(self._peaks[-1], self._n_used)
+        self._n_asked += n_bytes
+        self._peaks[-1] = max(self._peaks[-1], self._n_asked)
         return buffer
 
-    def _give(self, buffer: np.ndarray) -> None:
+    def _give(self, buffer: np.ndarray, n_bytes: int) -> None:
         size, age = len(buffer), next(self._ages)
         self._n_used -= size
+        self._n_asked -= n_bytes
         self._n_idle += size
         self._idle[age] = buffer
         insort(self._sizes, (size, age))
@@ -57,7 +61,7 @@ class Pool:
 
     def end_batch(self) -> None:
         """From now on another batch counts."""
-        self._peaks.append(self._n_used)
+        self._peaks.append(self._n_asked)
 
 
 class Lease:
@@ -65,16 +69,16 @@ class Lease:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._buffers: list[np.ndarray] = []
+        self._buffers: list[tuple[np.ndarray, int]] = []
 
     def take(self, n_bytes: int) -> np.ndarray:
         """An array of `n_bytes` bytes with any content."""
         buffer = self._pool._take(n_bytes)
-        self._buffers.append(buffer)
+        self._buffers.append((buffer, n_bytes))
         return buffer[:n_bytes]
 
     def end(self) -> None:
         """Give all buffers back."""
-        for buffer in self._buffers:
-            self._pool._give(buffer)
+        for buffer, n_bytes in self._buffers:
+            self._pool._give(buffer, n_bytes)
         self._buffers = []

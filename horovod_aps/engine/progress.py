@@ -48,15 +48,11 @@ def remove(exchange: Exchange) -> None:
             _awake.clear()
 
 
-def run(exchange: Exchange, steps: Generator[bool, None, bool]) -> bool:
-    """Take the steps of a wait to their end, and those of all other exchanges in between; returns what they return."""
+def run(exchange: Exchange, steps: Generator[bool, None, None]) -> None:
+    """Take the steps of a wait to their end, and those of all other exchanges in between."""
     global _last_look
     idle, since = 0, time.monotonic()
-    while True:
-        try:
-            moved = next(steps)
-        except StopIteration as end:
-            return bool(end.value)
+    for moved in steps:
         _last_look = now = time.monotonic()
         if moved or (len(_active) > 1 and drive_others(exchange, now - since > IMPATIENT_SECONDS)):
             idle, since = 0, now
@@ -68,11 +64,11 @@ def run(exchange: Exchange, steps: Generator[bool, None, bool]) -> bool:
 
 
 def drive_others(exchange: Exchange | None, impatient: bool) -> bool:
-    """Move all exchanges on but the one whose caller waits for it; those that any thread may drive if None."""
+    """Move all exchanges on but the one whose caller waits for it."""
     moved = False
     for other in list(_active.values()):
-        if other is not exchange and (exchange is not None or other.any_thread):
-            moved |= other.drive(impatient)
+        if other is not exchange:
+            moved |= other.drive(impatient, launch=exchange is not None or other.any_thread)
     return moved
 
 

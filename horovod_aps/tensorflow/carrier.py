@@ -37,7 +37,7 @@ def carry(layers: Sequence[Layer], options: Options, step_number: int, process_s
     words += carrier.option_words(options, [layer.factor for layer in layers])
     words = allreduce(np.array(words, np.int32), mpi_ops.Max, process_set.process_set_id).tolist()
     carrier.check_option_words(words[-2:], options)
-    values = np.empty(sum(counts), DTYPES[place.dtype])
+    values = np.empty(sum(counts), np.dtype(DTYPE_NAMES[place.dtype]))
     ends = np.cumsum(counts)
     for layer, n, end, word in zip(layers, counts, ends, words[:-2]):
         carrier.fill_carrier(kernels, layer.source, n, layer.dtype, values[end - n:end].ctypes.data, word, place,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import zlib
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -227,7 +226,7 @@ def _link(call: Call, process_set: Any, ticket: np.ndarray) -> _Link:
         addresses = np.zeros(0, np.int32)
         if not speak_mpi:
             addresses = allreduce(sockets.listener().words(rank, len(ranks)), mpi_ops.Sum, ps_id)
-        name = f"{call.compressor._name} {ps_id} {ranks} {_world_numbers[ps_id]} {call.stem}"
+        name = f"{ps_id} {ranks} {call.stem}"  # compressors need not be made in the same order here
         n_able = len(ranks) if speak_mpi else 0
         link = links[ps_id] = _Link(SharedTransport(make_link(name, ranks, ranks.index(mpi_ops.rank()), n_able,
                                                               addresses)),

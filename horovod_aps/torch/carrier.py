@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
 from horovod_aps import carrier
@@ -20,70 +19,69 @@ VALUE_DTYPES = {FLOAT16: torch.float16, FLOAT32: torch.float32}
 
 
 @dataclass
-class CarriedTensor:
-    """One tensor between its two all-reduces."""
+class CarriedGroup:
+    """Tensors that were handed in together, whose exponents are on their way."""
 
-    layer: Layer
-    source: torch.Tensor
+    layers: Sequence[Layer]
+    sources: list[torch.Tensor]
     words: torch.Tensor
-    position: int
     handle: int
-
-    @property
-    def word(self) -> int:
-        """The shared exponent word, once the handle is done."""
-        return int(self.words[self.position])
 
 
 class CarrierBatch:
-    """Tensors whose exponents are on their way; `flush` sends the values of all of them."""
+    """Tensors that wait for `flush`, which sends the exponents of all of them, then their values.
+
+    Nothing is sent before: ranks with other options would leave operations behind that nobody answers.
+    """
 
     def __init__(self, name: str, process_set: Any, options: Options) -> None:
         self._name, self._process_set, self.options = name, process_set, options
         self._kernels = CpuKernels()
         self.members = tuple(process_set.ranks)
         self._place = carrier.carrier_place(options, len(self.members), mpi_ops.gloo_enabled())
-        self._tensors: list[CarriedTensor] = []
+        self._waiting: list[Sequence[Layer]] = []
         self.step_number = 0
 
     def submit(self, layers: Sequence[Layer]) -> None:
-        """Start the exponents of one tensor or group. CUDA tensors go by the host."""
-        sources = [layer.keep.staged.cpu() for layer in layers]
-        words = torch.tensor([carrier.exponent_word(self._kernels, source.data_ptr(), source.numel(), layer.dtype,
-                                                    self.options)
-                              for layer, source in zip(layers, sources)]
-                             + carrier.option_words(self.options, [layer.factor for layer in layers]),
-                             dtype=torch.int32)
-        handle: int = mpi_ops.mpi_lib.horovod_torch_allreduce_async_torch_IntTensor(
-            words, words, 1, f"{self._name}.exponent.{layers[0].name}".encode(), mpi_ops.Max, 1.0, 1.0,
-            self._process_set.process_set_id)
-        for position, (layer, source) in enumerate(zip(layers, sources)):
-            self._tensors.append(CarriedTensor(layer, source, words, position, handle))
+        """Note one tensor or group."""
+        self._waiting.append(layers)
 
     def flush(self) -> None:
-        """All-reduce the values of everything submitted."""
-        tensors, self._tensors = self._tensors, []
+        """All-reduce everything submitted."""
+        waiting, self._waiting = self._waiting, []
         seed = stochastic_seed(self.options, self.step_number, self._process_set.rank())
         self.step_number += 1
-        try:
-            for handle in dict.fromkeys(entry.handle for entry in tensors):
-                mpi_ops.mpi_lib.horovod_torch_wait_and_clear(handle)
-        except RuntimeError as error:
-            raise HorovodInternalError(error) from None
+        groups = [self._start_exponents(layers) for layers in waiting]
         started = []
-        for entry in tensors:
-            carrier.check_option_words(entry.words[-2:].tolist(), self.options)
-            values = torch.empty(entry.source.numel(), dtype=VALUE_DTYPES[self._place.dtype])
-            carrier.fill_carrier(self._kernels, entry.source.data_ptr(), entry.source.numel(), entry.layer.dtype,
-                                 values.data_ptr(), entry.word, self._place, self.options, seed)
-            started.append(mpi_ops.allreduce_async_(values, op=mpi_ops.Sum,
-                                                    name=f"{self._name}.value.{entry.layer.name}",
-                                                    process_set=self._process_set))
-        for entry, handle in zip(tensors, started):
+        for group in groups:
+            mpi_ops.synchronize(group.handle)
+            carrier.check_option_words(group.words[-2:].tolist(), self.options)
+            started += [(layer, word, self._start_values(layer, source, word, seed))
+                        for layer, source, word in zip(group.layers, group.sources, group.words.tolist())]
+        for layer, word, handle in started:
             total = mpi_ops.synchronize(handle)
-            power, finite = carrier.back_scale(entry.word, self._place)
+            power, finite = carrier.back_scale(word, self._place)
             # float64 holds every sum times every power of two that occurs, so this rounds once
-            scaled = torch.ldexp(total.double(), torch.tensor(power)) * entry.layer.factor
-            target = entry.layer.keep.result
+            scaled = torch.ldexp(total.double(), torch.tensor(power)) * layer.factor
+            target = layer.keep.result
             target.copy_((scaled if finite else torch.full_like(scaled, torch.nan)).view(target.shape))
-            entry.layer.done = True
+            layer.done = True
+
+    def _start_exponents(self, layers: Sequence[Layer]) -> CarriedGroup:
+        """CUDA tensors go by the host."""
+        sources = [layer.keep.staged.cpu() for layer in layers]
+        words = [carrier.exponent_word(self._kernels, source.data_ptr(), source.numel(), layer.dtype, self.options)
+                 for layer, source in zip(layers, sources)]
+        words += carrier.option_words(self.options, [layer.factor for layer in layers])
+        shared = torch.tensor(words, dtype=torch.int32)
+        handle = mpi_ops.allreduce_async_(shared, op=mpi_ops.Max, name=f"{self._name}.exponent.{layers[0].name}",
+                                          process_set=self._process_set)
+        return CarriedGroup(layers, sources, shared, handle)
+
+    def _start_values(self, layer: Layer, source: torch.Tensor, word: int, seed: int | None) -> int:
+        values = torch.empty(source.numel(), dtype=VALUE_DTYPES[self._place.dtype])
+        carrier.fill_carrier(self._kernels, source.data_ptr(), source.numel(), layer.dtype, values.data_ptr(), word,
+                             self._place, self.options, seed)
+        handle: int = mpi_ops.allreduce_async_(values, op=mpi_ops.Sum, name=f"{self._name}.value.{layer.name}",
+                                               process_set=self._process_set)
+        return handle

@@ -14,14 +14,13 @@ from horovod.torch import mpi_ops
 from horovod.torch.compression import Compressor
 
 from horovod_aps.base import NO_INSTANCE, BaseCompressor, ExchangeKey
-from horovod_aps.engine import progress
 from horovod_aps.engine.exchange import Exchange
 from horovod_aps.engine.layer import Layer
 from horovod_aps.errors import LostPeer
 from horovod_aps.kernels import DTYPES, CpuKernels
 from horovod_aps.torch import seam
 from horovod_aps.torch.carrier import CarrierBatch
-from horovod_aps.torch.ticket import PRESENT, SPEAKS_MPI, Ticket
+from horovod_aps.torch.ticket import PRESENT, SPEAKS_MPI, Ticket, TicketOffice
 from horovod_aps.world import link, mpi_usable, process_set_of
 
 DTYPE_CODES = {getattr(torch, dtype.name): dtype.code for dtype in DTYPES}
@@ -42,8 +41,7 @@ class _Context:
 class _Batch:
     """Tensors that share a ticket: a group, or all single ones that were handed in since the last results were taken.
 
-    The first result that is taken closes it. What other ranks did not hold by then is left over, and belongs to the
-    batch after it, as it does on the ranks that hand it in later.
+    The first result that is taken closes it; what is handed in later has another ticket.
     """
 
     process_set_id: int
@@ -53,7 +51,6 @@ class _Batch:
     exchange: Exchange | None = None
     carrier: CarrierBatch | None = None
     ticket: Ticket = field(init=False)
-    turn: int = 0
     closed: bool = False
     group: list[Layer] | None = None
     n_unnamed: int = 0
@@ -137,6 +134,8 @@ class APSCompressor(BaseCompressor, Compressor):
                   for tensor, output, name in zip(tensors, outputs, names)]
         if grouped:
             batch.group = layers
+            for layer in layers:
+                layer.group_size = len(layers)
         self._hand_in(batch, layers)
         return batch.ticket.handle
 
@@ -185,19 +184,20 @@ class APSCompressor(BaseCompressor, Compressor):
             batch = self._batches[process_set_id, device] = self._new_batch(process_set_id, device, "")
         return batch
 
-    def _new_batch(self, process_set_id: int, device: torch.device, label: str) -> _Batch:
+    def _new_batch(self, process_set_id: int, device: torch.device, group: str) -> _Batch:
         process_set = process_set_of(mpi_ops._basics, process_set_id)
-        members = tuple(process_set.ranks)
-        batch = _Batch(process_set_id, members, device, mpi_ops._handle_map)  # hvd.init() makes a new map: another world
-        speaks_mpi = packed = self._options.transport == "packed"
-        if packed:
-            batch.exchange = self._exchange(process_set_id, members, device)
-            batch.turn = batch.exchange.turn
-            speaks_mpi = mpi_usable(mpi_ops._basics)
+        world = mpi_ops._handle_map  # hvd.init() makes a new one
+        batch = _Batch(process_set_id, tuple(process_set.ranks), device, world)
+        if self._options.transport == "packed":
+            batch.exchange = self._exchange(process_set_id, batch.members, device)
         else:
             batch.carrier = self._carrier(process_set)
-        batch.ticket = Ticket(f"{self._name}.ticket.{process_set_id}.{device.type}{label}", process_set_id,
-                              process_set.rank(), batch.size, packed=packed, speaks_mpi=speaks_mpi)
+        if group or batch.exchange is None:
+            label = f"{self._name}.ticket.{process_set_id}.{device.type}{group or '.1'}"
+            batch.ticket = _open_ticket(label, process_set_id, batch.members, self._options.transport == "packed")
+        else:
+            assert isinstance(batch.exchange.tickets, TicketOffice)
+            batch.ticket = batch.exchange.tickets.open()
         if batch.exchange is not None and batch.size > 1:
             if batch.exchange.is_idle:  # else somebody has been seen to be there already, or is being waited for
                 batch.exchange.gate = _Gate()
@@ -235,6 +235,8 @@ class APSCompressor(BaseCompressor, Compressor):
             found = self._keep_exchange(key, Exchange(_kernels_for(device), None, self._options, partial(_on, device),
                                                       overlap=True))
             found.any_thread = device.type == "cpu"
+            found.tickets = TicketOffice(f"{self._name}.ticket.{process_set_id}.{device.type}",
+                                         partial(_open_ticket, process_set_id=process_set_id, members=members))
         return found
 
     # ---- Results go out -----------------------------------------------------------------------------------
@@ -246,42 +248,27 @@ class APSCompressor(BaseCompressor, Compressor):
         if batch.group is not None:  # Horovod has waited, but not for a group that has integers as well
             mpi_ops.synchronize(batch.ticket.handle)
         batch.ticket.waited_for()
-        while not self._reduce(batch, layer):
-            # Not all ranks had handed it in when results were first taken: it belongs to the batch after that.
-            batch = ctx.batch = self._open_batch(batch.process_set_id, batch.device)
-            over = batch.ticket.wait(lambda: layer.done or layer.error is not None,
-                                     partial(progress.drive_others, None, False))
-            if layer.done or layer.error is not None:
-                batch.closed |= over
-                if layer.error is not None:
-                    raise layer.error
-                break
-        self._look_for_idle_overrides(batch.exchange)
-
-    def _reduce(self, batch: _Batch, layer: Layer) -> bool:
-        """Wait for the result of a layer, and close its batch; False if the layer was left over."""
-        if layer.error is None and layer.done and batch.closed:
-            return True
-        try:
-            self._check(batch, layer)
-            if batch.carrier is not None and not layer.done:
-                batch.carrier.flush()
-            if batch.exchange is None or batch.size == 1:
-                return True
-            if batch.group is not None:
-                return batch.exchange.wait(batch.group, settle=False)
-            return batch.exchange.wait([layer], turn=-1 if batch.closed else batch.turn, settle=not batch.closed)
-        finally:
-            batch.closed = True
-
-    def _check(self, batch: _Batch, layer: Layer) -> None:
+        if batch.closed and layer.done:
+            return
+        batch.closed = True
         if layer.error is not None:
             raise layer.error
+        self._check(batch)
+        if batch.carrier is not None and not layer.done:
+            batch.carrier.flush()
+        if batch.exchange is not None and batch.size > 1:
+            batch.exchange.wait([layer] if batch.group is None else batch.group)
+            self._look_for_idle_overrides(batch.exchange)
+
+    def _check(self, batch: _Batch) -> None:
+        """Raise ValueError if not all ranks are there; then nothing of the batch has been sent."""
         try:
             batch.ticket.check()
         except ValueError:
             if batch.exchange is not None:
                 batch.exchange.forget()
+                if isinstance(batch.exchange.tickets, TicketOffice) and batch.group is None:
+                    batch.exchange.tickets.take_back()
             raise
 
 
@@ -296,6 +283,12 @@ class _Gate:
 
     def __call__(self) -> bool:
         return any(ask() for ask in self._asks)
+
+
+def _open_ticket(label: str, process_set_id: int, members: tuple[int, ...], packed: bool = True) -> Ticket:
+    speaks_mpi = not packed or mpi_usable(mpi_ops._basics)
+    return Ticket(label, process_set_id, members.index(mpi_ops.rank()), len(members), packed=packed,
+                  speaks_mpi=speaks_mpi)
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:

@@ -14,10 +14,11 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
-from horovod_aps.engine.progress import POLL_SECONDS
 from horovod_aps.transports import sockets
 
 PRESENT, PACKED, SPEAKS_MPI, N_WORDS = range(4)
+N_LABELS = 8  # tickets of one exchange that may be under way at once
+NUDGE_SECONDS = 0.05  # that the others may be late before they are nudged, and between nudges
 
 
 class Ticket:
@@ -29,7 +30,7 @@ class Ticket:
         words[:N_WORDS] = (1, packed, speaks_mpi)
         if packed and not speaks_mpi:
             words[N_WORDS:] = sockets.listener().words(rank, size)
-        self._size = size
+        self._size, self._opened = size, time.monotonic()
         self._words = torch.from_numpy(words)
         self._over = False
         self.handle: int = mpi_ops.mpi_lib.horovod_torch_allreduce_async_torch_IntTensor(
@@ -48,21 +49,20 @@ class Ticket:
         """Horovod has waited for it."""
         self._over = True
 
-    def wait(self, unless: Callable[[], bool], meanwhile: Callable[[], bool]) -> bool:
-        """Wait for it ourselves, for tensors that Horovod has lost sight of, unless that is no longer needed.
+    @property
+    def age(self) -> float:
+        """Seconds since it was opened."""
+        return time.monotonic() - self._opened
 
-        Returns whether it is over; then no tensor may join it any more.
-        """
-        while not self.is_over():
-            if unless():
-                return False
-            if not meanwhile():
-                time.sleep(POLL_SECONDS)
+    def clear(self) -> bool:
+        """Whether it is over; if so, Horovod forgets it. For a ticket that no tensor shares."""
+        if not self.is_over():
+            return False
         if self.handle not in mpi_ops._handle_map:  # else Horovod will
             try:
                 mpi_ops.mpi_lib.horovod_torch_wait_and_clear(self.handle)
             except ValueError:
-                pass  # it has been cleared
+                pass  # it has
             except RuntimeError as error:
                 raise HorovodInternalError(error) from None
         return True
@@ -86,3 +86,43 @@ class Ticket:
             raise ValueError(f"APSCompressor: {self._size - n_present} of {self._size} ranks are in hvd.join(), which "
                              f'only a plain all-reduce can go on without; use APSCompressor(..., '
                              f'transport="allreduce")')
+
+
+class TicketOffice:
+    """The tickets of single tensors in one exchange, numbered; all ranks must open each number for it to be over.
+
+    A rank opens one with the first tensor of a batch. A tensor that one rank hands in before, and another after results
+    were first taken, gets a ticket on the second only: it nudges the others, and those that hold tensors open one too.
+    """
+
+    def __init__(self, label: str, open_one: Callable[[str], Ticket]) -> None:
+        self._label, self._open_one = label, open_one
+        self._number = 0
+        self._newest: Ticket | None = None
+        self._extra: list[Ticket] = []
+        self._next_nudge = 0.0
+
+    def open(self) -> Ticket:
+        """The next ticket."""
+        self._extra = [ticket for ticket in self._extra if not ticket.clear()]
+        self._number += 1
+        self._newest = self._open_one(f"{self._label}.{self._number % N_LABELS}")
+        return self._newest
+
+    def take_back(self) -> None:
+        """The last one did not count: some ranks were not there."""
+        self._number -= 1
+
+    def open_until(self, number: int) -> None:
+        while self._number < number:
+            self._extra.append(self.open())
+
+    def overdue(self) -> int | None:
+        ticket, now = self._newest, time.monotonic()
+        if ticket is None or now < self._next_nudge or ticket.age < NUDGE_SECONDS:
+            return None
+        self._next_nudge = now + NUDGE_SECONDS
+        if ticket.is_over():
+            self._newest = None
+            return None
+        return self._number

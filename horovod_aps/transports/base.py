@@ -34,7 +34,7 @@ class Transport(Protocol):
         """Whether all ranks are connected; makes progress when called, and raises if that has failed."""
 
     def post(self, message: bytes) -> None:
-        """Send a control message to all other ranks."""
+        """Send a control message, of one byte at least, to all other ranks."""
 
     def heard(self) -> list[tuple[int, bytes]]:
         """Control messages that have arrived since the last call, with their senders; each sender's in order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Mapping
 
@@ -28,15 +29,17 @@ class LocalTransport:
 
     memory = "host"
 
-    def __init__(self, rank: int, size: int, board: Board, mail: list[deque[tuple[int, bytes]]]) -> None:
-        self.rank, self.size, self._board, self._mail = rank, size, board, mail
+    def __init__(self, rank: int, size: int, board: Board, mail: list[deque[tuple[int, bytes]]],
+                 lock: threading.Lock) -> None:
+        self.rank, self.size, self._board, self._mail, self._lock = rank, size, board, mail, lock
 
     @classmethod
     def world(cls, size: int) -> list[LocalTransport]:
         """All ranks of a fresh world."""
         board: Board = {}
         mail: list[deque[tuple[int, bytes]]] = [deque() for _ in range(size)]
-        return [cls(rank, size, board, mail) for rank in range(size)]
+        lock = threading.Lock()  # the progress thread may move some of the ranks
+        return [cls(rank, size, board, mail, lock) for rank in range(size)]
 
     def ready(self) -> bool:
         return True
@@ -47,9 +50,9 @@ class LocalTransport:
                 box.append((self.rank, message))
 
     def heard(self) -> list[tuple[int, bytes]]:
-        box = self._mail[self.rank]
-        messages = list(box)
-        box.clear()
+        box, messages = self._mail[self.rank], []
+        while box:
+            messages.append(box.popleft())
         return messages
 
     def gone(self) -> set[int]:
@@ -57,13 +60,14 @@ class LocalTransport:
 
     def transfer(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], tag: int) -> _LocalRequest:
         request = _LocalRequest(len(incoming))
-        for target, array in outgoing.items():
-            # As a network does: a sender that reuses its buffer later must not change what was sent.
-            self._posts(self.rank, target, tag)[0].append(array.copy())
-            self._deliver(self.rank, target, tag)
-        for source, array in incoming.items():
-            self._posts(source, self.rank, tag)[1].append((request, array))
-            self._deliver(source, self.rank, tag)
+        with self._lock:
+            for target, array in outgoing.items():
+                # As a network does: a sender that reuses its buffer later must not change what was sent.
+                self._posts(self.rank, target, tag)[0].append(array.copy())
+                self._deliver(self.rank, target, tag)
+            for source, array in incoming.items():
+                self._posts(source, self.rank, tag)[1].append((request, array))
+                self._deliver(source, self.rank, tag)
         return request
 
     def _posts(self, source: int, target: int, tag: int) -> Posts:

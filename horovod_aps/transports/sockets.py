@@ -212,11 +212,8 @@ class _Peer:
 
     def _begin_body(self) -> None:
         length, self._tag = FRAME.unpack(self._front)
-        wanted = self.wanted.get(self._tag)
-        if wanted:
-            array, self._request = wanted.popleft()
-            if not wanted:
-                del self.wanted[self._tag]
+        if self._tag in self.wanted:
+            array, self._request = self._next_wanted()
             if len(array) != length:
                 raise LostPeer(f"rank {self.rank} has sent {length} bytes where {len(array)} were expected")
             self._body = array
@@ -225,6 +222,13 @@ class _Peer:
                 raise LostPeer(f"rank {self.rank} has sent a control message of {length} bytes")
             self._request, self._body = None, bytearray(length)
         self._view = memoryview(self._body).cast("B") if length else memoryview(b"")
+
+    def _next_wanted(self) -> tuple[Bytes, _SocketRequest]:
+        wanted = self.wanted[self._tag]
+        first = wanted.popleft()
+        if not wanted:
+            del self.wanted[self._tag]
+        return first
 
     def _end_body(self) -> None:
         if self._tag == TAG_CONTROL:
@@ -235,6 +239,10 @@ class _Peer:
                 self.control.append(message)
         elif self._request is not None:
             self._request.n_open -= 1
+        elif self._tag in self.wanted:  # since its first bytes came
+            array, request = self._next_wanted()
+            np.copyto(array, np.frombuffer(self._body, np.uint8))
+            request.n_open -= 1
         else:
             self.early.setdefault(self._tag, deque()).append(self._body)
         self._tag, self._request, self._body = -1, None, None

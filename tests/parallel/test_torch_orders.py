@@ -268,3 +268,28 @@ def test_more_compressors_than_a_communicator_number_allows_are_told_apart():
             result = hvd.allreduce(torch.full((4,), float(k + hvd.rank())), name="same", op=hvd.Sum,
                                    compression=compressor)
             assert torch.all(result == sum(k + rank for rank in range(hvd.size()))), (i, k)
+
+
+def test_async_tensor_that_another_rank_begins_after_a_barrier():
+    """Rank 0 begins two and takes one, the others begin the second only after they have met in a barrier."""
+    compressor = APSCompressor(5, 10)
+    parameters = {name: torch.nn.Parameter(torch.zeros(30)) for name in "ca"}
+    optimizers = {name: hvd.DistributedOptimizer(torch.optim.SGD([p], 1.0), [(f"barrier.{name}", p)], op=hvd.Sum,
+                                                 compression=compressor) for name, p in parameters.items()}
+    for _ in range(3):
+        for optimizer in optimizers.values():
+            optimizer.zero_grad()
+        if hvd.rank() == 0:
+            for p in parameters.values():
+                p.sum().backward()
+            optimizers["c"].step()
+            hvd.barrier()
+            optimizers["a"].step()
+        else:
+            parameters["c"].sum().backward()
+            optimizers["c"].step()
+            hvd.barrier()
+            parameters["a"].sum().backward()
+            optimizers["a"].step()
+    for p in parameters.values():
+        assert torch.all(p == -3 * hvd.size())

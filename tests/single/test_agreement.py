@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from horovod_aps.agreement import describe, digest_words, proposal, settle, spec_of
+from horovod_aps.agreement import describe, digest_words, parse_all, proposal, settle, spec_of
 from horovod_aps.engine.layer import Layer
 from horovod_aps.formats import FLOAT32, FloatFormat
 from horovod_aps.options import Options
@@ -18,15 +18,45 @@ def specs(*layers: Layer, options: Options = PLAIN, warm: bool = False):
     return [spec_of(layer, options, warm) for layer in layers]
 
 
+def message(*layers: Layer, options: Options = PLAIN, waits: bool = True, whole: bool = True) -> bytes:
+    """What a rank that holds these layers says."""
+    return proposal(specs(*layers, options=options), [layer.factor for layer in layers], options, waits=waits,
+                    whole=whole)
+
+
+def settled(messages: list[bytes]) -> list[str]:
+    return settle(parse_all(messages))
+
+
 def layer(name: str = "w", shape: tuple[int, ...] = (3, 4), dtype: int = 0, factor: float = 0.5) -> Layer:
     return Layer(name, shape, dtype, 0, 0, factor)
 
 
 def test_settle_takes_the_order_of_rank_0():
     a, b, c = layer("a"), layer("b"), layer("c")
-    options = Options(4, 3)
-    messages = [proposal(specs(b, c, a), options), proposal(specs(a, b, c), options)]
-    assert settle(messages) == {"b": 0, "c": 1, "a": 2}
+    assert settled([message(b, c, a), message(a, b, c)]) == ["b", "c", "a"]
+
+
+@pytest.mark.parametrize("waits", [(False, False), (False, True), (True, True)])
+def test_settle_takes_what_all_hold_of_partial_batches(waits):
+    a, b, c = layer("a"), layer("b"), layer("c")
+    messages = [message(*held, waits=w, whole=False) for held, w in zip([(c, a, b), (b, c)], waits)]
+    assert settled(messages) == ["c", "b"]
+
+
+def test_settle_nothing_in_common_is_an_error_only_if_all_wait():
+    a, b = layer("a"), layer("b")
+    assert settled([message(a, whole=False), message(b, waits=False, whole=False)]) == []
+    with pytest.raises(ValueError, match="'a' was submitted on rank 0 but not on rank 1"):
+        settled([message(a, whole=False), message(b, whole=False)])
+
+
+@pytest.mark.parametrize("whole", [0, 1])
+def test_settle_a_whole_batch_allows_no_more_and_no_less(whole):
+    """Whichever rank says that its batch is whole."""
+    a, b = layer("a"), layer("b")
+    with pytest.raises(ValueError, match="'b' was submitted on rank 0 but not on rank 1"):
+        settled([message(a, b, whole=whole == 0), message(a, whole=whole == 1)])
 
 
 @pytest.mark.parametrize(
@@ -40,9 +70,8 @@ def test_settle_takes_the_order_of_rank_0():
     ],
 )
 def test_settle_names_the_ranks_and_both_values(mine, theirs, text):
-    options = Options(4, 3)
     with pytest.raises(ValueError) as caught:
-        settle([proposal(specs(*mine), options), proposal(specs(*theirs), options)])
+        settled([message(*mine), message(*theirs)])
     assert text in str(caught.value)
 
 
@@ -66,24 +95,24 @@ def test_settle_names_the_ranks_and_both_values(mine, theirs, text):
 )
 def test_settle_notices_every_option(changes):
     ours, theirs = Options(4, 3), Options(4, 3).replace(**changes)
-    messages = [proposal(specs(layer(), options=o), o) for o in (ours, ours, theirs)]
+    messages = [message(layer(), options=o) for o in (ours, ours, theirs)]
     name = next(iter(changes))
     with pytest.raises(ValueError, match=f"option {name} is .* on rank 0 and .* on rank 2"):
-        settle(messages)
+        settled(messages)
     assert digest_words(describe(specs(layer()), ours)) != digest_words(describe(specs(layer()), theirs))
 
 
 def test_settle_ignores_stats_which_change_nothing_on_the_wire():
-    messages = [proposal(specs(layer()), Options(4, 3, stats=on)) for on in (False, True)]
-    assert settle(messages) == {"w": 0}
+    messages = [message(layer(), options=Options(4, 3, stats=on)) for on in (False, True)]
+    assert settled(messages) == ["w"]
 
 
 def test_settle_notices_another_version():
-    message = json.loads(proposal(specs(layer()), Options(4, 3)))
-    description = json.loads(message["description"]) | {"version": "99.0"}
-    other = json.dumps(message | {"description": json.dumps(description)}).encode()
+    other = json.dumps(json.loads(message(layer())) | {"version": "99.0"}).encode()
     with pytest.raises(ValueError, match="rank 1 runs 99.0; install the same version everywhere"):
-        settle([proposal(specs(layer()), Options(4, 3)), other])
+        settled([message(layer()), other])
+    with pytest.raises(ValueError, match="rank 0 is .* not of horovod_aps"):
+        settled([other, other])
 
 
 def test_describe_does_not_depend_on_the_order_of_arrival():

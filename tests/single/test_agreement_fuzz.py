@@ -13,14 +13,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from horovod_aps.agreement import proposal, settle, spec_of
+from horovod_aps.agreement import most_advanced, parse_all, proposal, settle, spec_of
 from horovod_aps.auto import AutoChooser
 from horovod_aps.engine.layer import Layer
 from horovod_aps.options import Options
 
 OPTIONS = Options(4, 3)
 LAYERS = [Layer("w", (3, 4), 0, 0, 0, 0.5), Layer("b", (4,), 2, 0, 0, 0.5)]
-GOOD = proposal([spec_of(layer, OPTIONS, False) for layer in LAYERS], OPTIONS)
+GOOD = proposal([spec_of(layer, OPTIONS, False) for layer in LAYERS], [layer.factor for layer in LAYERS], OPTIONS)
+PARTS = sorted(json.loads(GOOD))
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
@@ -30,11 +31,13 @@ DEEP = b"[" * 200_000
 
 def settles_or_explains(messages: list[bytes]) -> None:
     try:
-        order = settle(messages)
+        proposals = parse_all(messages)
+        most_advanced(proposals)
+        names = settle(proposals)
     except ValueError as error:
         assert str(error).startswith("APSCompressor: ") and "rank" in str(error)
     else:
-        assert sorted(order) == sorted(json.loads(json.loads(messages[0])["description"])["layers"])
+        assert names == json.loads(messages[0])["order"]
 
 
 @settings(max_examples=300, deadline=None)
@@ -46,44 +49,50 @@ def settles_or_explains(messages: list[bytes]) -> None:
 def test_settle_any_bytes(raw, in_front):
     """The good message is on the other rank, which must not matter."""
     with pytest.raises(ValueError, match=f"message of rank {0 if in_front else 1} is truncated or not of"):
-        settle([raw, GOOD] if in_front else [GOOD, raw])
+        parse_all([raw, GOOD] if in_front else [GOOD, raw])
 
 
 @settings(max_examples=300, deadline=None)
-@given(JSON, JSON)
-def test_settle_any_json(outer, inner):
-    for description in (outer, json.dumps(outer)):
-        message = json.dumps({"description": description, "order": inner}).encode()
+@given(JSON, st.dictionaries(st.sampled_from(PARTS), JSON))
+def test_settle_any_json(anything, some_parts):
+    for entry in (anything, some_parts, dict.fromkeys(PARTS) | some_parts, json.loads(GOOD) | some_parts):
+        message = json.dumps(entry).encode()
         settles_or_explains([message, GOOD])
         settles_or_explains([GOOD, message])
         settles_or_explains([message, message])
 
 
-@pytest.mark.parametrize("part", ["version", "options", "layers", "order", "w", "w.shape", "e"])
+@pytest.mark.parametrize("path", [*PARTS, "layers.w", "layers.w.shape", "options.e", "factors.w"])
 @settings(max_examples=60, deadline=None)
 @given(value=JSON)
-def test_settle_one_part_replaced(part, value):
-    entry = json.loads(GOOD)
-    description: dict[str, Any] = json.loads(entry["description"])
-    if part == "order":
-        entry["order"] = value
-    elif part == "w":
-        description["layers"]["w"] = value
-    elif part == "w.shape":
-        description["layers"]["w"]["shape"] = value
-    elif part == "e":
-        description["options"]["e"] = value
-    else:
-        description[part] = value
-    message = json.dumps(entry | {"description": json.dumps(description)}).encode()
+def test_settle_one_part_replaced(path, value):
+    entry: dict[str, Any] = json.loads(GOOD)
+    *way, last = path.split(".")
+    holder = entry
+    for part in way:
+        holder = holder[part]
+    holder[last] = value
+    message = json.dumps(entry).encode()
     settles_or_explains([GOOD, message])
     settles_or_explains([message, message])
+
+
+@pytest.mark.parametrize("path", [*PARTS, "layers.w", "layers.w.shape", "factors.w"])
+def test_parse_notices_a_part_that_is_missing(path):
+    entry: dict[str, Any] = json.loads(GOOD)
+    *way, last = path.split(".")
+    holder = entry
+    for part in way:
+        holder = holder[part]
+    del holder[last]
+    with pytest.raises(ValueError, match="message of rank 1 is truncated or not of"):
+        parse_all([GOOD, json.dumps(entry).encode()])
 
 
 def test_settle_every_truncation():
     for n in range(len(GOOD)):
         with pytest.raises(ValueError, match="message of rank 1 is truncated"):
-            settle([GOOD, GOOD[:n]])
+            parse_all([GOOD, GOOD[:n]])
 
 
 def test_settle_flipped_bytes():

@@ -26,7 +26,7 @@ DESCRIBED = ("family", "codec", "exp_bits", "man_bits", "flags")
 
 
 def spec(i: int, n: int, fmt: Format = E4M3) -> LayerSpec:
-    return LayerSpec(f"layer{i}", (n,), i % 4, 0.5, fmt)
+    return LayerSpec(f"layer{i}", (n,), i % 4, fmt)
 
 
 def check(specs: list[LayerSpec], bucket: BucketLayout) -> None:
@@ -47,7 +47,7 @@ def check(specs: list[LayerSpec], bucket: BucketLayout) -> None:
             described = np.zeros(1, SEGMENT)
             fmt.describe(described)
             assert all(segment[field] == described[field] for field in DESCRIBED)
-            assert segment["dtype"] == specs[layer].dtype and segment["factor"] == np.float32(specs[layer].factor)
+            assert segment["dtype"] == specs[layer].dtype
     assert all(np.all(counts == 1) for counts in seen.values())
     assert np.all(used <= 1), "segments overlap"
     if bucket.n_shards > 1:

@@ -202,7 +202,7 @@ def test_exchange_takes_the_buckets_of_the_real_one():
     """Oracle: plan_buckets of horovod_aps.layout, whose first bucket is small; one exponent message each."""
     sizes = [300_000, 200_000, 4_000_000, 900_000, 10, 100_000]
     machine = replace(WIRE_ONLY, bucket_bytes=16e6)
-    specs = [LayerSpec(str(i), (n,), 0, 1.0, FloatFormat(4, 3)) for i, n in enumerate(reversed(sizes))]
+    specs = [LayerSpec(str(i), (n,), 0, FloatFormat(4, 3)) for i, n in enumerate(reversed(sizes))]
     link = replace(LINK, bandwidth=1e30, latency=1.0)
     for n_ranks, per_bucket in ((2, 1), (4, 4)):
         plan = plan_buckets(specs, n_ranks, 16.0)

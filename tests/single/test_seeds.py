@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from horovod_aps.kernels import seed_argument
+from horovod_aps.kernels.segments import seed_argument
 from horovod_aps.options import Options
 from horovod_aps.seeds import _mix, stochastic_seed
 

@@ -1,6 +1,6 @@
 """Trace lines and timeline files of an exchange over emulated ranks, and merging with Horovod's own timeline.
 
-Oracle: the order of phases in the module docstring of `horovod_aps.exchange`, and bytes counted by hand.
+Oracle: the order of phases in the module docstring of `horovod_aps.engine.exchange`, and bytes counted by hand.
 """
 
 from __future__ import annotations

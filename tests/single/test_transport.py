@@ -1,6 +1,9 @@
-"""The transport that needs no network: each collective against what its definition says, by hand."""
+"""The transport that needs no network: messages and transfers against what `transports.base` says, by hand."""
 
 from __future__ import annotations
+
+import sys
+import threading
 
 import numpy as np
 import pytest
@@ -8,62 +11,114 @@ import pytest
 from horovod_aps.transports.local import LocalTransport
 
 
+def filled(n: int, value: int = 0) -> np.ndarray:
+    return np.full(n, value, np.uint8)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_max_is_elementwise_over_ranks(size):
+def test_post_reaches_all_others_once_and_in_order(size):
     world = LocalTransport.world(size)
-    values = np.random.default_rng(0).integers(-40000, 40000, (size, 5)).astype(np.int32)
-    requests = [transport.max(row, 0) for transport, row in zip(world, values)]
-    for request in requests:
-        assert request.done()
-        np.testing.assert_array_equal(request.result(), values.max(axis=0))
+    for number in range(3):
+        for transport in world:
+            transport.post(bytes([transport.rank, number]))
+    for transport in world:
+        assert transport.ready()
+        heard = transport.heard()
+        for source in range(size):
+            wanted = [] if source == transport.rank else [bytes([source, number]) for number in range(3)]
+            assert [message for rank, message in heard if rank == source] == wanted
+        assert transport.heard() == []
 
 
-def test_request_is_not_done_before_everyone_has_posted():
-    a, b = LocalTransport.world(2)
-    request = a.max(np.zeros(1, np.int32), 0)
-    assert not request.done()
-    b.max(np.ones(1, np.int32), 1)
-    assert not request.done(), "another slot is another operation"
-    b.max(np.ones(1, np.int32), 0)
-    assert request.done() and request.result()[0] == 1
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_alltoall_delivers_kth_part_to_rank_k(size):
-    world = LocalTransport.world(size)
-    bounds = np.array([0, *np.cumsum(np.arange(1, size + 1))])  # parts of 1, 2, ... bytes
-    requests = []
-    for rank, transport in enumerate(world):
-        send = np.concatenate([np.full(k + 1, 10 * rank + k, np.uint8) for k in range(size)])
-        requests.append(transport.alltoall(send, bounds, np.empty(0, np.uint8), 0))
-    for rank, request in enumerate(requests):
-        for source, part in enumerate(request.result()):
-            np.testing.assert_array_equal(part, np.full(rank + 1, 10 * source + rank, np.uint8))
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_allgather_keeps_rank_order_and_sizes(size):
-    world = LocalTransport.world(size)
-    sizes = list(range(size))
-    requests = [
-        transport.allgather(np.full(rank, rank, np.uint8), sizes, np.empty(0, np.uint8), 0)
-        for rank, transport in enumerate(world)
-    ]
-    for request in requests:
-        for source, part in enumerate(request.result()):
-            np.testing.assert_array_equal(part, np.full(source, source, np.uint8))
-
-
-def test_gather_bytes_takes_any_length():
+def test_post_takes_any_length():
     world = LocalTransport.world(3)
     payloads = [b"", b"a", b"bc" * 1000]
-    requests = [transport.gather_bytes(payload, 0) for transport, payload in zip(world, payloads)]
-    assert all(request.result() == payloads for request in requests)
+    for transport, payload in zip(world, payloads):
+        transport.post(payload)
+    for rank, transport in enumerate(world):
+        assert transport.heard() == [(other, payloads[other]) for other in range(3) if other != rank]
 
 
-def test_turns_of_one_slot_do_not_mix_and_are_forgotten():
-    world = LocalTransport.world(2)
+def test_request_is_not_done_before_the_other_has_sent():
+    a, b = LocalTransport.world(2)
+    got = filled(1, 7)
+    request = a.transfer({}, {1: got}, 0)
+    assert not request.done()
+    b.transfer({0: filled(1, 5)}, {}, 1)
+    assert not request.done() and got[0] == 7, "another tag is another operation"
+    b.transfer({0: filled(1, 1)}, {}, 0)
+    assert request.done() and got[0] == 1
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_transfer_delivers_kth_part_to_rank_k(size):
+    """Parts of 0, 1, 2, ... bytes; early ranks have sent before late ones ask."""
+    world = LocalTransport.world(size)
+    requests, results = [], []
+    for rank, transport in enumerate(world):
+        others = [k for k in range(size) if k != rank]
+        results.append({k: filled(rank, 99) for k in others})
+        requests.append(transport.transfer({k: filled(k, 10 * rank + k) for k in others}, results[-1], 0))
+    for rank, request in enumerate(requests):
+        assert request.done()
+        for source, part in results[rank].items():
+            np.testing.assert_array_equal(part, filled(rank, 10 * source + rank))
+
+
+def test_sender_may_reuse_its_buffer_once_the_request_is_done():
+    a, b = LocalTransport.world(2)
+    sent, got = filled(3, 1), filled(3)
+    assert a.transfer({1: sent}, {}, 0).done()
+    sent[:] = 2
+    assert b.transfer({}, {0: got}, 0).done()
+    np.testing.assert_array_equal(got, filled(3, 1))
+
+
+def test_transfers_with_one_tag_match_in_order_and_are_forgotten():
+    a, b = LocalTransport.world(2)
     for turn in range(100):
-        requests = [transport.max(np.array([turn + rank], np.int32), 0) for rank, transport in enumerate(world)]
-        assert [int(request.result()[0]) for request in requests] == [turn + 1] * 2
-    assert len(world[0]._board) <= 2
+        got = [filled(1), filled(1), filled(1)]
+        early = a.transfer({}, {1: got[0]}, 4)
+        for i in range(3):
+            b.transfer({0: filled(1, turn + i)}, {}, 4)
+        late = [a.transfer({}, {1: part}, 4) for part in got[1:]]
+        assert early.done() and all(request.done() for request in late)
+        assert [int(part[0]) for part in got] == [turn, turn + 1, turn + 2]
+    assert not a._board
+
+
+def test_nobody_is_gone_and_close_may_be_called_twice():
+    a, b = LocalTransport.world(2)
+    a.close()
+    a.close()
+    assert a.gone() == b.gone() == set()
+
+
+def test_ranks_may_run_in_threads_of_their_own():
+    """The progress thread drives one emulated rank while the program drives another: nothing may get lost."""
+    world = LocalTransport.world(2)
+    n_rounds, n_heard, undone = 3000, [0, 0], [0, 0]
+
+    def run(rank: int) -> None:
+        transport, other = world[rank], 1 - rank
+        sent, requests = filled(2000, rank), []
+        for _ in range(n_rounds):
+            transport.post(b"x")
+            requests.append(transport.transfer({other: sent}, {other: filled(2000)}, 0))
+            n_heard[rank] += len(transport.heard())
+        barrier.wait()
+        n_heard[rank] += len(transport.heard())
+        undone[rank] = sum(not request.done() for request in requests)
+
+    barrier, interval = threading.Barrier(2), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert n_heard == [n_rounds] * 2 and undone == [0, 0]
+    assert not world[0]._board

@@ -8,8 +8,8 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from horovod_aps import mpi_transport
 from horovod_aps.torch import APSCompressor
+from horovod_aps.transports import mpi
 
 
 def main() -> None:
@@ -18,13 +18,13 @@ def main() -> None:
     for _ in range(2):
         hvd.allreduce(gradient, name="g", compression=compressor)
     if hvd.rank() == 0:
-        done = mpi_transport._MpiRequest.done
+        done = mpi._MpiRequest.done
 
         def slowly(self: Any) -> bool:
             time.sleep(1.0)
             return done(self)
 
-        mpi_transport._MpiRequest.done = slowly  # type: ignore[method-assign]
+        mpi._MpiRequest.done = slowly  # type: ignore[method-assign]
     result = hvd.allreduce(gradient, name="g", compression=compressor)
     assert torch.equal(result, gradient)
     if hvd.rank() == 0:

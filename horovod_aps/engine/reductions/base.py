@@ -14,8 +14,7 @@ import numpy as np
 
 from horovod_aps.engine.layer import Layer
 from horovod_aps.engine.pool import Lease
-from horovod_aps.kernels import SUM_FLOAT, SUM_FORMAT, SUM_KAHAN
-from horovod_aps.kernels import ITEM_SIZES
+from horovod_aps.kernels import ITEM_SIZES, SUM_FLOAT, SUM_FORMAT, SUM_KAHAN
 from horovod_aps.layout import BucketLayout, LayerSpec
 from horovod_aps.options import Options
 from horovod_aps.seeds import stochastic_seed
