@@ -27,6 +27,7 @@ from horovod_aps.engine.feedback import Residuals
 from horovod_aps.engine.flight import Flight, Job, Plan
 from horovod_aps.engine.layer import Layer
 from horovod_aps.engine.pool import Lease, Pool
+from horovod_aps.engine.reductions import ChooseReduction, reduction_for
 from horovod_aps.engine.reductions.base import N_TAGS, Work
 from horovod_aps.errors import LostPeer
 from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO
@@ -38,7 +39,8 @@ from horovod_aps.transports.base import Transport
 
 MAX_PLANS = 64  # batches remembered; an older one is talked about anew when it comes back
 LOOK_SECONDS = 500e-6  # between looks from within backward
-MAX_SERIAL = 4096  # buckets that can be on their way at the same time, and more
+MAX_FLYING = 256  # buckets on their way at the same time; looking at all of them takes time
+MAX_SERIAL = 4096  # after so many buckets tags are used again
 
 
 class Tickets(Protocol):
@@ -55,15 +57,17 @@ class Exchange:
     """APS all-reduce of batches of layers among the ranks of one process set."""
 
     def __init__(self, kernels: Any, transport: Transport | None, options: Options,
-                 context: Callable[[], AbstractContextManager[Any]] = nullcontext, overlap: bool = False) -> None:
+                 context: Callable[[], AbstractContextManager[Any]] = nullcontext, overlap: bool = False,
+                 choose_reduction: ChooseReduction = reduction_for) -> None:
         """Made without a transport if the ranks have not met yet; `context` is for whoever launches its kernels.
 
         With `overlap` buckets of a known batch start as soon as they are full, before anybody waits.
+        `choose_reduction` says how each bucket of a new plan is reduced, in the same way on all ranks.
         """
         self.options = options
         self.kernels = kernels
         self.context = context
-        self._overlap = overlap
+        self._overlap, self._choose_reduction = overlap, choose_reduction
         self.statistics = Statistics()
         self.step_number = 0
         self.gate: Callable[[], bool] | None = None
@@ -519,7 +523,7 @@ class Exchange:
         assert self.transport is not None
         description = agreement.describe(specs, self.options)
         plan = self._plans[description] = Plan(specs, description, self.transport.rank, self.transport.size,
-                                               self.options, self._is_warm())
+                                               self.options, self._is_warm(), self._choose_reduction)
         if len(self._plans) > MAX_PLANS:
             _, oldest = self._plans.popitem(last=False)
             self._plan_of = {name: plan for name, plan in self._plan_of.items() if plan is not oldest}
@@ -553,7 +557,7 @@ class Exchange:
         if flight is None or self._talking or self._choosing or not self._gate_is_open():
             return False
         moved = False
-        while flight.next_is_full:
+        while flight.next_is_full and len(self._jobs) + len(flight.works) - flight.n_agreed < MAX_FLYING:
             self._launch(flight)
             moved = True
         return moved

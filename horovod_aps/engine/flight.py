@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from horovod_aps import agreement
 from horovod_aps.engine.layer import Layer
-from horovod_aps.engine.reductions import Reduction, reduction_for
+from horovod_aps.engine.reductions import ChooseReduction, Reduction, reduction_for
 from horovod_aps.engine.reductions.base import Steps, Work
 from horovod_aps.layout import LayerSpec, plan_buckets
 from horovod_aps.options import Options
@@ -18,13 +18,13 @@ class Plan:
     """A batch whose make-up all ranks share: layer specs in bucket order, layouts, and how each bucket is reduced."""
 
     def __init__(self, specs: Sequence[LayerSpec], description: str, rank: int, size: int, options: Options,
-                 warm: bool) -> None:
+                 warm: bool, choose_reduction: ChooseReduction = reduction_for) -> None:
         self.specs = list(specs)
         self.options, self.warm = options, warm
         self.make_up = {spec.name: (spec.shape, spec.dtype) for spec in self.specs}
         self.digest = agreement.digest(description)
         self.buckets = plan_buckets(self.specs, size, options.bucket_mb)
-        self.reductions: list[Reduction] = [reduction_for(bucket, rank, size) for bucket in self.buckets]
+        self.reductions: list[Reduction] = [choose_reduction(bucket, rank, size) for bucket in self.buckets]
         self.bucket_of = {self.specs[layer].name: i for i, b in enumerate(self.buckets) for layer in b.layers}
 
 

@@ -5,7 +5,9 @@ What lies idle is bounded: together with what is in use never more than the most
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
 from collections.abc import Callable
 
 import numpy as np
@@ -19,22 +21,25 @@ class Pool:
 
     def __init__(self, alloc: Callable[[int], np.ndarray]) -> None:
         self._alloc = alloc
-        self._idle: list[np.ndarray] = []  # longest idle first
-        self._n_used = self._n_asked = 0
+        self._ages = itertools.count()
+        self._idle: OrderedDict[int, np.ndarray] = OrderedDict()  # by age, longest idle first
+        self._sizes: list[tuple[int, int]] = []  # of what is idle, with ages; sorted
+        self._n_idle = self._n_used = self._n_asked = 0  # bytes
         self._peaks: deque[int] = deque([0], N_PEAKS)
 
     @property
     def n_bytes(self) -> int:
         """Bytes in use and idle."""
-        return self._n_used + sum(map(len, self._idle))
+        return self._n_used + self._n_idle
 
     def _take(self, n_bytes: int) -> np.ndarray:
-        fitting = [i for i, buffer in enumerate(self._idle) if n_bytes <= len(buffer) <= max(64, SPARE * n_bytes)]
-        if not fitting and self.n_bytes + n_bytes > max(self._peaks):
-            # A new one would push out another that the next batch may need: batches that take turns share instead.
-            fitting = [i for i, buffer in enumerate(self._idle) if n_bytes <= len(buffer)]
-        if fitting:
-            buffer = self._idle.pop(min(fitting, key=lambda i: len(self._idle[i])))
+        place = bisect_left(self._sizes, (n_bytes, 0))  # the smallest that is large enough
+        # Where a new one would push out another that the next batch may need, batches that take turns share instead.
+        limit = max(64, SPARE * n_bytes) if self.n_bytes + n_bytes <= max(self._peaks) else float("inf")
+        if place < len(self._sizes) and self._sizes[place][0] <= limit:
+            size, age = self._sizes.pop(place)
+            buffer = self._idle.pop(age)
+            self._n_idle -= size
         else:
             buffer = self._alloc(n_bytes)
         self._n_used += len(buffer)
@@ -43,11 +48,16 @@ class Pool:
         return buffer
 
     def _give(self, buffer: np.ndarray, n_bytes: int) -> None:
-        self._n_used -= len(buffer)
+        size, age = len(buffer), next(self._ages)
+        self._n_used -= size
         self._n_asked -= n_bytes
-        self._idle.append(buffer)
+        self._n_idle += size
+        self._idle[age] = buffer
+        insort(self._sizes, (size, age))
         while self._idle and self.n_bytes > max(self._peaks):
-            self._idle.pop(0)
+            age, buffer = self._idle.popitem(last=False)
+            del self._sizes[bisect_left(self._sizes, (len(buffer), age))]
+            self._n_idle -= len(buffer)
 
     def end_batch(self) -> None:
         """From now on another batch counts."""

@@ -18,6 +18,8 @@ import pytest
 RANK = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("HOROVOD_RANK")
 LOG_DIR = os.environ.get("HOROVOD_APS_TEST_LOG")
 os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")  # read by hvd.init(); tests add and remove sets
+if os.environ.get("HOROVOD_APS_TEST_MPI") == "mpi4py":
+    from mpi4py import MPI  # noqa: F401 (starts MPI before Horovod does, which then leaves it running at its shutdown)
 
 if RANK is None:
     collect_ignore_glob = ["test_*.py"]

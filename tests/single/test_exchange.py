@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 from reference import Format
 
 from horovod_aps import layout
-from horovod_aps.engine.exchange import Exchange, local_allreduce
+from horovod_aps.engine.exchange import MAX_FLYING, MAX_SERIAL, Exchange, local_allreduce
 from horovod_aps.engine.layer import Layer
+from horovod_aps.engine.reductions.scatter_gather import ScatterGather
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.layout import PIECE
 from horovod_aps.options import Options
@@ -389,3 +391,29 @@ def test_exchange_needs_at_most_0_8_bytes_per_byte_of_gradient(n_ranks):
     layers = [layers_of(rank, {}) for rank in grads]
     local_allreduce(layers, Options(4, 3), kernels)
     assert 0 < kernels.n_bytes / n_ranks <= 0.8 * n_gradient
+
+
+def test_exchange_bounds_the_buckets_on_their_way():
+    """Tags come back after MAX_SERIAL buckets; a tiny bucket_mb makes thousands. Oracle: the simulation."""
+    flying: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+
+    class Counting(ScatterGather):
+        def run(self, work):
+            rank = work.transport.rank
+            flying[rank] += 1
+            most[rank] = max(most[rank], flying[rank])
+            yield from super().run(work)
+            flying[rank] -= 1
+
+    options = Options(4, 3, bucket_mb=1e-6)
+    grads = make_gradients([1 + i % 3 for i in range(2 * MAX_FLYING + 9)], 3)
+    outs: list[dict[str, np.ndarray]] = [{}, {}, {}]
+    exchanges = [Exchange(CpuKernels(), transport, options, choose_reduction=Counting)
+                 for transport in LocalTransport.world(3)]
+    local_allreduce([layers_of(rank, out) for rank, out in zip(grads, outs)], options, CpuKernels(), exchanges)
+    assert flying.total() == 0 and max(most.values()) <= MAX_FLYING < MAX_SERIAL
+    wanted = expected(grads, Format(4, 3), bucket_mb=1e-6)
+    for out in outs:
+        for name in wanted:
+            assert_same_bits(out[name], wanted[name], name)

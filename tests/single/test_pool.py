@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -119,3 +120,27 @@ def test_idle_memory_never_exceeds_the_peak(actions):
         peak = max(peak, sum(len(array.base if array.base is not None else array) for _, array in leases))
         arrays = [array for _, array in leases]
         assert not any(np.shares_memory(a, b) for i, a in enumerate(arrays) for b in arrays[:i])
+
+
+def test_cost_does_not_grow_with_what_lies_idle():
+    """Many buckets, of a few bytes each, are on their way at once if bucket_mb is tiny."""
+
+    def n_calls(n_idle: int) -> int:
+        pool = Pool(Allocator())
+        lease = Lease(pool)
+        for i in range(n_idle):
+            lease.take(1 + i % 97)
+        lease.end()
+        calls = 0
+
+        def count(frame, event, arg):
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        lease.take(50)
+        lease.end()
+        sys.setprofile(None)
+        return calls
+
+    assert n_calls(3000) == n_calls(100)
