@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from horovod_aps.engine.exchange import Exchange
+from horovod_aps.engine.statistics import Statistics
 from horovod_aps.formats import FloatFormat
 from horovod_aps.log import logger
 from horovod_aps.options import AUTO_CANDIDATES, Options
-from horovod_aps.statistics import Statistics
 
 _ids = itertools.count()
 NO_INSTANCE = "APSCompressor: compression must be an instance, not the class; write compression=APSCompressor(e=4, m=3)"

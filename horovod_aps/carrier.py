@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from horovod_aps import __version__
-from horovod_aps.agreement import digest_words
+from horovod_aps.engine.agreement import digest_words
 from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO, FLOAT16, FLOAT32, SEGMENT, Bytes, Kernels, Table
 from horovod_aps.options import Options
 

@@ -1,6 +1,6 @@
 """Expected results of whole batches: `reference.simulate_exchange` fed with the cuts that the layout makes.
 
-The arithmetic is the reference's alone; from `horovod_aps.layout` come only the positions where layers are cut,
+The arithmetic is the reference's alone; from `horovod_aps.engine.layout` come only the positions where layers are cut,
 which `test_layout` checks on their own.
 """
 
@@ -14,9 +14,9 @@ import numpy as np
 import reference
 
 from horovod_aps.carrier import carrier_place
+from horovod_aps.engine.layout import LayerSpec, plan_buckets
 from horovod_aps.formats import FLOAT32, FloatFormat
 from horovod_aps.kernels import DTYPE_CODES
-from horovod_aps.layout import LayerSpec, plan_buckets
 from horovod_aps.options import Options
 
 DTYPES = {name: np.dtype(name) for name in DTYPE_CODES}

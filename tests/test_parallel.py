@@ -29,7 +29,7 @@ ENVIRONMENT = {
 }
 HOROVODRUN = Path(sys.executable).parent / "horovodrun"
 TORCH_FILES = ("test_torch_optimizer.py", "test_torch_allreduce.py", "test_torch_faults.py", "test_simulate.py",
-               "test_torch_process_sets.py")
+               "test_torch_orders.py", "test_torch_process_sets.py")
 
 
 def launcher(kind: str, n_ranks: int) -> list[str]:

@@ -19,22 +19,22 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from horovod_aps import agreement, timeline
-from horovod_aps.auto import AutoChooser, format_table
-from horovod_aps.engine import progress
+from horovod_aps import timeline
+from horovod_aps.engine import agreement, progress
+from horovod_aps.engine.auto import AutoChooser, format_table
 from horovod_aps.engine.control import CHOICE, HEADER, TALK, Header, Rounds, factors_digest, shared_exponents
 from horovod_aps.engine.feedback import Residuals
 from horovod_aps.engine.flight import Flight, Job, Plan
 from horovod_aps.engine.layer import Layer
+from horovod_aps.engine.layout import LayerSpec
 from horovod_aps.engine.pool import Lease, Pool
 from horovod_aps.engine.reductions import ChooseReduction, reduction_for
 from horovod_aps.engine.reductions.base import N_TAGS, Work
+from horovod_aps.engine.statistics import Statistics
 from horovod_aps.errors import LostPeer
 from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO
-from horovod_aps.layout import LayerSpec
 from horovod_aps.log import logger, trace
 from horovod_aps.options import Options
-from horovod_aps.statistics import Statistics
 from horovod_aps.transports.base import Transport
 
 MAX_PLANS = 64  # batches remembered; an older one is talked about anew when it comes back

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from horovod_aps import agreement
+from horovod_aps.engine import agreement
 from horovod_aps.engine.layer import Layer
+from horovod_aps.engine.layout import LayerSpec, plan_buckets
 from horovod_aps.engine.reductions import ChooseReduction, Reduction, reduction_for
 from horovod_aps.engine.reductions.base import Steps, Work
-from horovod_aps.layout import LayerSpec, plan_buckets
 from horovod_aps.options import Options
 from horovod_aps.transports.base import Request
 

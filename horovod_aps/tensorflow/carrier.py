@@ -12,10 +12,10 @@ from horovod.tensorflow import mpi_ops
 
 from horovod_aps import carrier
 from horovod_aps.engine.layer import Layer
+from horovod_aps.engine.seeds import stochastic_seed
+from horovod_aps.engine.statistics import Statistics
 from horovod_aps.kernels import DTYPE_NAMES, ITEM_SIZES, Bytes, CpuKernels, Table
 from horovod_aps.options import Options
-from horovod_aps.seeds import stochastic_seed
-from horovod_aps.statistics import Statistics
 from horovod_aps.tensorflow.collectives import allreduce
 
 

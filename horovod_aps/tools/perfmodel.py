@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from horovod_aps.engine.layout import LayerSpec, lay_out_bucket, split_into_buckets
 from horovod_aps.formats import FloatFormat
-from horovod_aps.layout import LayerSpec, lay_out_bucket, split_into_buckets
 
 GBIT = 1e9 / 8
 SCHEMA = 2  # 1 had values that were out of bounds, or never measured, as if they were

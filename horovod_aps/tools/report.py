@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from horovod_aps.engine.statistics import BINS, N_BINS
 from horovod_aps.formats import FloatFormat
 from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO
-from horovod_aps.statistics import BINS, N_BINS
 
 N_COLUMNS = 64  # of a heat map
 MAX_ERROR = 0.08  # above this a layer is said to profit from another format; (5, 2) gives 0.052 by itself

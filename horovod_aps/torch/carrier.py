@@ -11,10 +11,10 @@ from horovod.torch import mpi_ops
 
 from horovod_aps import carrier
 from horovod_aps.engine.layer import Layer
+from horovod_aps.engine.seeds import stochastic_seed
+from horovod_aps.engine.statistics import Statistics
 from horovod_aps.kernels import FLOAT16, FLOAT32, ITEM_SIZES, Bytes, CpuKernels, Table
 from horovod_aps.options import Options
-from horovod_aps.seeds import stochastic_seed
-from horovod_aps.statistics import Statistics
 
 VALUE_DTYPES = {FLOAT16: torch.float16, FLOAT32: torch.float32}
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from horovod_aps.agreement import describe, digest_words, parse_all, proposal, settle, spec_of
+from horovod_aps.engine.agreement import describe, digest_words, parse_all, proposal, settle, spec_of
 from horovod_aps.engine.layer import Layer
 from horovod_aps.formats import FLOAT32, FloatFormat
 from horovod_aps.options import Options

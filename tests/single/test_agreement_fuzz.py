@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from horovod_aps.agreement import most_advanced, parse_all, proposal, settle, spec_of
-from horovod_aps.auto import AutoChooser
+from horovod_aps.engine.agreement import most_advanced, parse_all, proposal, settle, spec_of
+from horovod_aps.engine.auto import AutoChooser
 from horovod_aps.engine.layer import Layer
 from horovod_aps.options import Options
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from exchange_oracle import assert_same_bits, make_gradients
 
-from horovod_aps.agreement import most_advanced, parse_all, proposal, spec_of
+from horovod_aps.engine.agreement import most_advanced, parse_all, proposal, spec_of
 from horovod_aps.engine.exchange import Exchange, local_allreduce
 from horovod_aps.engine.layer import Layer
 from horovod_aps.kernels import CpuKernels

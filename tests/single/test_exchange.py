@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Format
 
-from horovod_aps import layout
+from horovod_aps.engine import layout
 from horovod_aps.engine.exchange import MAX_FLYING, MAX_SERIAL, Exchange, local_allreduce
 from horovod_aps.engine.layer import Layer
+from horovod_aps.engine.layout import PIECE
 from horovod_aps.engine.reductions.scatter_gather import ScatterGather
 from horovod_aps.kernels import CpuKernels
-from horovod_aps.layout import PIECE
 from horovod_aps.options import Options
 from horovod_aps.transports.local import LocalTransport
 

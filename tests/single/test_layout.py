@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horovod_aps.formats import FLOAT32, FloatFormat, Format
-from horovod_aps.kernels import SEGMENT, UNIT
-from horovod_aps.layout import (
+from horovod_aps.engine.layout import (
     EXPONENT_BYTES,
     MAX_LAYERS,
     PIECE,
@@ -20,6 +18,8 @@ from horovod_aps.layout import (
     plan_buckets,
     split_into_buckets,
 )
+from horovod_aps.formats import FLOAT32, FloatFormat, Format
+from horovod_aps.kernels import SEGMENT, UNIT
 
 E4M3 = FloatFormat(4, 3)
 DESCRIBED = ("family", "codec", "exp_bits", "man_bits", "flags")

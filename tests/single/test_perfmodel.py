@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from horovod_aps.engine.layout import LayerSpec, plan_buckets
 from horovod_aps.formats import FloatFormat
-from horovod_aps.layout import LayerSpec, plan_buckets
 from horovod_aps.tools import perfmodel
 from horovod_aps.tools.perfmodel import (
     KernelRates,
@@ -274,7 +274,7 @@ def test_openmpi_on_hosts_of_several_ranks():
 
 
 def test_exchange_takes_the_buckets_of_the_real_one():
-    """Oracle: plan_buckets of horovod_aps.layout, whose first bucket is small; one exponent message each."""
+    """Oracle: plan_buckets of horovod_aps.engine.layout, whose first bucket is small; one exponent message each."""
     sizes = [300_000, 200_000, 4_000_000, 900_000, 10, 100_000]
     machine = replace(WIRE_ONLY, bucket_bytes=16e6)
     specs = [LayerSpec(str(i), (n,), 0, FloatFormat(4, 3)) for i, n in enumerate(reversed(sizes))]

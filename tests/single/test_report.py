@@ -14,9 +14,9 @@ import pytest
 
 from horovod_aps.engine.exchange import local_allreduce
 from horovod_aps.engine.layer import Layer
+from horovod_aps.engine.statistics import SAMPLE
 from horovod_aps.kernels import EXP_ZERO, CpuKernels
 from horovod_aps.options import Options, as_format
-from horovod_aps.statistics import SAMPLE
 from horovod_aps.tools import report
 
 VOID_TAGS = {"meta", "rect", "br"}

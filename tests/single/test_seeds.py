@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from horovod_aps.engine.seeds import _mix, stochastic_seed
 from horovod_aps.kernels.segments import seed_argument
 from horovod_aps.options import Options
-from horovod_aps.seeds import _mix, stochastic_seed
 
 
 def seeds(seed: int, step_number: int, stream: int) -> set[int]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from horovod_aps.engine.layout import BucketLayout
 from horovod_aps.engine.reductions.base import Reduction
 from horovod_aps.engine.reductions.scatter_gather import ScatterGather
 from horovod_aps.engine.reductions.swap import Swap
-from horovod_aps.layout import BucketLayout
 
 ChooseReduction = Callable[[BucketLayout, int, int], Reduction]
 """A bucket, this rank and the number of ranks -> how the bucket is reduced; the same on all ranks."""

@@ -13,12 +13,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from horovod_aps.engine.layer import Layer
+from horovod_aps.engine.layout import BucketLayout, LayerSpec
 from horovod_aps.engine.pool import Lease
+from horovod_aps.engine.seeds import stochastic_seed
+from horovod_aps.engine.statistics import exponent_histograms
 from horovod_aps.kernels import ITEM_SIZES, SUM_FLOAT, SUM_FORMAT, SUM_KAHAN
-from horovod_aps.layout import BucketLayout, LayerSpec
 from horovod_aps.options import Options
-from horovod_aps.seeds import stochastic_seed
-from horovod_aps.statistics import exponent_histograms
 from horovod_aps.timeline import Phases
 from horovod_aps.transports.base import Request, Transport
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from horovod_aps.engine.layout import EXPONENT_BYTES, BucketLayout, part_of
 from horovod_aps.engine.reductions.base import Steps, Work
-from horovod_aps.layout import EXPONENT_BYTES, BucketLayout, part_of
 
 
 class ScatterGather:

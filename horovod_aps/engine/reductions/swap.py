@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from horovod_aps.engine.layout import BucketLayout, part_of
 from horovod_aps.engine.reductions.base import Steps, Work
 from horovod_aps.kernels import SUM_FLOAT
-from horovod_aps.layout import BucketLayout, part_of
 
 
 class Swap:

@@ -16,9 +16,9 @@ from typing import Any
 
 from horovod_aps import __version__
 from horovod_aps.engine.layer import Layer
+from horovod_aps.engine.layout import LayerSpec
 from horovod_aps.formats import FLOAT32
 from horovod_aps.kernels import DTYPE_NAMES
-from horovod_aps.layout import LayerSpec
 from horovod_aps.options import Options
 
 LAYER_KEYS = {"shape", "dtype", "format", "specials", "group_size"}

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from horovod_aps.engine.layout import LayerSpec
 from horovod_aps.formats import FloatFormat
 from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO, FAMILY_FLOAT, ITEM_SIZES, UNIT, Bytes, Kernels, Table
-from horovod_aps.layout import LayerSpec
 from horovod_aps.options import Options
 
 HISTORY = 512  # exponents kept per layer; every second one is dropped when it is full
