@@ -121,9 +121,7 @@ def study(arguments: argparse.Namespace) -> None:
             continue
         start = time.monotonic()
         e, m = (4, 3) if run["variant"] == "fp32" else (run["e"], run["m"])
-        score, loss = train(
-            task, options_of(run["variant"], e, m, run["seed"]), run["seed"], arguments.ranks, epochs
-        )
+        score, loss = train(task, options_of(run["variant"], e, m, run["seed"]), run["seed"], arguments.ranks, epochs)
         records.append({**run, "score": score, "loss": loss if math.isfinite(loss) else None,
                         "seconds": round(time.monotonic() - start, 1)})  # fmt: skip
         path.write_text(json.dumps({"runs": records}, indent=1) + "\n")
@@ -172,17 +170,13 @@ def claims(records: Records) -> list[tuple[str, bool | None]]:
         value = mean("aps", e, m)
         held = None if value is None or not fp32 else value >= statistics.fmean(fp32) - noise
         out.append((f"({e},{m}) with APS is within the seed noise of fp32 ({100 * noise:.1f} points)", held))
-    pairs = [
-        (mean("aps", e, m), mean("no aps", e, m)) for e, m in FORMATS if 1 + e + m <= 8 and (e, m) != (5, 2)
-    ]
+    pairs = [(mean("aps", e, m), mean("no aps", e, m)) for e, m in FORMATS if 1 + e + m <= 8 and (e, m) != (5, 2)]
     known = [(a, b) for a, b in pairs if a is not None and b is not None]
     out.append(("without APS clearly worse somewhere at (4,3) or below",
                 any(a - b > max(noise, 0.03) for a, b in known) if known else None))  # fmt: skip
     pairs = [(mean("hybrid", e, m), mean("aps", e, m)) for e, m in FORMATS]
     known = [(a, b) for a, b in pairs if a is not None and b is not None]
-    out.append(
-        ("hybrid is not below pure (beyond noise)", all(a >= b - noise for a, b in known) if known else None)
-    )
+    out.append(("hybrid is not below pure (beyond noise)", all(a >= b - noise for a, b in known) if known else None))
     a, b = mean("feedback", 3, 0), mean("aps", 3, 0)
     points = "" if a is None or b is None else f" ({100 * (a - b):+.1f} points)"
     out.append((f"(3,0) is better with error feedback{points}", None if a is None or b is None else a > b))
@@ -206,9 +200,7 @@ def report(records: Records) -> str:
             "| format | bits | " + " | ".join(variants) + " |",
             "| --- | ---: |" + " ---: |" * len(variants),
         ]
-        for e, m in sorted(
-            {(r["e"], r["m"]) for r in mine if r["variant"] != "fp32"}, key=lambda f: (-sum(f), f)
-        ):
+        for e, m in sorted({(r["e"], r["m"]) for r in mine if r["variant"] != "fp32"}, key=lambda f: (-sum(f), f)):
             cells = " | ".join(cell(scores(mine, variant, e, m)) for variant in variants)
             lines.append(f"| ({e},{m}) | {1 + e + m} | {cells} |")
         lines.append("")

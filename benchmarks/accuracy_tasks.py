@@ -83,9 +83,7 @@ class SegNet(nn.Module):
 
     def __init__(self, n_channels: int, n_classes: int, width: int = 16) -> None:
         super().__init__()
-        self.down = nn.ModuleList(
-            [_block(n_channels, width), _block(width, 2 * width), _block(2 * width, 4 * width)]
-        )
+        self.down = nn.ModuleList([_block(n_channels, width), _block(width, 2 * width), _block(2 * width, 4 * width)])
         self.up = nn.ModuleList([_block(6 * width, 2 * width), _block(3 * width, width)])
         self.head = nn.Conv2d(width, n_classes, 1)
 
@@ -131,9 +129,7 @@ def _read_classes(folder: Path) -> Task:
     classes = sorted(path.name for path in (folder / "train").iterdir() if path.is_dir())
 
     def part(name: str) -> tuple[Tensor, Tensor]:
-        files = [
-            (path, k) for k, c in enumerate(classes) for path in sorted((folder / name / c).glob("*.jpg"))
-        ]
+        files = [(path, k) for k, c in enumerate(classes) for path in sorted((folder / name / c).glob("*.jpg"))]
         x = torch.from_numpy(np.stack([_image(path) for path, _ in files]))
         return (x - 0.47) / 0.25, torch.tensor([k for _, k in files])
 

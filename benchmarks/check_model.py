@@ -1,7 +1,7 @@
 """The performance model against measurements: every prediction beside what benchmarks/sync.py measured.
 
-    python benchmarks/check_model.py benchmarks/results/hosts.json
-    python benchmarks/check_model.py out/bench/sync.json --calibration calibration.json --host-rate 0.75GB
+python benchmarks/check_model.py benchmarks/results/hosts.json
+python benchmarks/check_model.py out/bench/sync.json --calibration calibration.json --host-rate 0.75GB
 """
 
 import argparse
@@ -89,9 +89,7 @@ def _case_sizes(work: str, n_elements: int) -> list[int] | None:
     return shapes.layer_sizes(work) if work in shapes.MODELS else None
 
 
-def _predict_method(
-    method: str, sizes: list[int], n_ranks: int, link: Network, machine: Machine
-) -> float | None:
+def _predict_method(method: str, sizes: list[int], n_ranks: int, link: Network, machine: Machine) -> float | None:
     """Seconds of one of the benchmark's methods; None if the model does not know it."""
     if method in ("horovod_fp32", "horovod_fp16"):
         return perfmodel.predict_ring(sizes, n_ranks, link, machine, int(method[-2:])).total

@@ -42,9 +42,7 @@ def forward(interfaces: list[str], delay_seconds: float) -> None:
     for port in ports:
         poller.register(port, select.POLLIN)
     learned: dict[bytes, int] = {}
-    waiting: list[
-        tuple[float, int, int, bytes]
-    ] = []  # due time, serial number (keeps order), source port, frame
+    waiting: list[tuple[float, int, int, bytes]] = []  # due time, serial number (keeps order), source port, frame
     serial = 0
     print("ready", flush=True)
     while True:

@@ -81,9 +81,14 @@ def report(records: Records, epochs: int) -> str:
     for n_ranks in sorted({r["ranks"] for r in records}):
         mine = [r for r in records if r["ranks"] == n_ranks]
         fp32 = values(mine, "accuracy", variant="fp32")
-        lines += [f"### digits, {n_ranks} ranks, {epochs} epochs, {len(fp32)} seeds", "",
-                  f"Training loss above fp32's in %, and test accuracy in % (fp32: {100 * statistics.fmean(fp32):.2f})",
-                  "", "| format | bits | " + " | ".join(VARIANTS) + " |", "| --- | ---: |" + " ---: |" * len(VARIANTS)]
+        lines += [
+            f"### digits, {n_ranks} ranks, {epochs} epochs, {len(fp32)} seeds",
+            "",
+            f"Training loss above fp32's in %, and test accuracy in % (fp32: {100 * statistics.fmean(fp32):.2f})",
+            "",
+            "| format | bits | " + " | ".join(VARIANTS) + " |",
+            "| --- | ---: |" + " ---: |" * len(VARIANTS),
+        ]
         for e, m in FORMATS:
             cells = []
             for variant in VARIANTS:
@@ -96,8 +101,9 @@ def report(records: Records, epochs: int) -> str:
             for variant in ("aps", "no aps"):
                 won, n_seeds = wins(mine, variant, e, m)
                 held = "holds" if won > n_seeds / 2 else "DOES NOT HOLD"
-                lines.append(f"- {held}: ({e},{m}), {variant}: closer to fp32 with error feedback "
-                             f"({won} of {n_seeds} seeds)")
+                lines.append(
+                    f"- {held}: ({e},{m}), {variant}: closer to fp32 with error feedback ({won} of {n_seeds} seeds)"
+                )
         lines.append("")
     return "\n".join(lines)
 
@@ -117,8 +123,14 @@ def save_plot(records: Records, path: Path) -> None:
         for k, variant in enumerate(VARIANTS):
             for i, (e, m) in enumerate(FORMATS):
                 excess = values(records, "excess", ranks=n_ranks, variant=variant, e=e, m=m)
-                axis.scatter([i + 0.15 * (k - 1.5)] * len(excess), [100 * abs(x) for x in excess], 16, f"C{k}",
-                             alpha=0.7, label=variant if i == 0 else None)
+                axis.scatter(
+                    [i + 0.15 * (k - 1.5)] * len(excess),
+                    [100 * abs(x) for x in excess],
+                    16,
+                    f"C{k}",
+                    alpha=0.7,
+                    label=variant if i == 0 else None,
+                )
         axis.set_yscale("log")
         axis.set_xticks(range(len(FORMATS)), [f"({e},{m})" for e, m in FORMATS])
         axis.set_title(f"digits, {n_ranks} ranks: training loss off fp32's, %")

@@ -75,9 +75,7 @@ class HorovodMethod(Method):
         # Horovod knows a tensor by its name on all ranks: were names shared by methods whose wire types
         # differ, each would throw the other's negotiated response out of the cache.
         named = [(f"{name}.{parameter}", value) for parameter, value in module.named_parameters()]
-        self.optimizer = hvd.DistributedOptimizer(
-            self.optimizer, named_parameters=named, compression=compression
-        )
+        self.optimizer = hvd.DistributedOptimizer(self.optimizer, named_parameters=named, compression=compression)
 
     def synchronise(self, loss: Tensor) -> None:
         loss.backward()
@@ -118,9 +116,7 @@ def make_method(name: str, module: nn.Module) -> Method:
         return DDPMethod(name, module, powerSGD_hook.powerSGD_hook, state, ONE_BUCKET_MB)
     if name == "ddp_quant8":
         quantization_hooks.dist = _gloo_with_nested_results()  # type: ignore[assignment]
-        return DDPMethod(
-            name, module, quantization_hooks.quantization_pertensor_hook, dist.group.WORLD, ONE_BUCKET_MB
-        )
+        return DDPMethod(name, module, quantization_hooks.quantization_pertensor_hook, dist.group.WORLD, ONE_BUCKET_MB)
     return HorovodMethod(name, module, make_compression(name))
 
 

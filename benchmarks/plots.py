@@ -45,9 +45,7 @@ def plot_cases(results: list[dict[str, Any]], path: Path) -> None:
             if one["over_horovod_fp32"] is not None:
                 axis.text(1e3 * one["high"], k, f"  {one['over_horovod_fp32']:.2f}x", va="center", fontsize=LABEL)
         case = result["case"]
-        axis.set_title(
-            f"{case['work']}, {case['link']}, {case['n_hosts']} hosts, {case['launcher']}", fontsize=TITLE
-        )
+        axis.set_title(f"{case['work']}, {case['link']}, {case['n_hosts']} hosts, {case['launcher']}", fontsize=TITLE)
         axis.set_xlabel("ms per " + ("step" if case["work"] == "step" else "synchronisation"), fontsize=LABEL)
         axis.set_xlim(0, 1.25 * max(1e3 * one["high"] for one in rows))
         axis.tick_params(labelsize=LABEL)

@@ -113,8 +113,7 @@ def tables(records: Records) -> str:
                       "| ---: |" + " ---: |" * len(METHODS)]  # fmt: skip
             for n in ranks:
                 cells = [
-                    f"{mean_error(records, kind=kind, e=e, m=m, method=method, ranks=n):.3f}"
-                    for method in METHODS
+                    f"{mean_error(records, kind=kind, e=e, m=m, method=method, ranks=n):.3f}" for method in METHODS
                 ]
                 lines.append(f"| {n} | " + " | ".join(cells) + " |")
             lines.append("")

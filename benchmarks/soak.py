@@ -47,13 +47,15 @@ def resident_bytes() -> int:
 def recorded_names(library: Any) -> Iterator[set[bytes]]:
     """Every name that reaches Horovod's C library in the meantime: looks on, and changes nothing."""
     names: set[bytes] = set()
-    originals = {key: getattr(library, key) for key in dir(library) if key.startswith("horovod_torch_")
-                 and "async" in key}
+    originals = {
+        key: getattr(library, key) for key in dir(library) if key.startswith("horovod_torch_") and "async" in key
+    }
 
     def watch(function: Any) -> Any:
         def call(*args: Any) -> Any:
             names.update(arg for arg in args if isinstance(arg, bytes))
             return function(*args)
+
         return call
 
     for key, function in originals.items():
@@ -77,8 +79,12 @@ def soak(n_exchanges: int) -> dict[str, Any]:
     from horovod_aps.torch import APSCompressor
 
     torch.manual_seed(hvd.rank())
-    compressors = [APSCompressor(4, 3), APSCompressor(5, 2, error_feedback=True),
-                   APSCompressor(3, 0, rounding="stochastic", seed=1), APSCompressor(4, 3, accumulate="kahan")]
+    compressors = [
+        APSCompressor(4, 3),
+        APSCompressor(5, 2, error_feedback=True),
+        APSCompressor(3, 0, rounding="stochastic", seed=1),
+        APSCompressor(4, 3, accumulate="kahan"),
+    ]
     base = [torch.randn(n) * 10.0 ** (i - 6) for i, n in enumerate(SIZES)]
     checksum, samples, names_warm = 0, [], 0
     warm = max(MIN_WARM_UP, int(WARM_UP * n_exchanges))
@@ -101,12 +107,23 @@ def soak(n_exchanges: int) -> dict[str, Any]:
                 samples.append(resident_bytes())
         n_names = len(names)
     seconds = time.monotonic() - start
-    mine = {"rank": hvd.rank(), "growth": growth(samples), "resident_mb": round(samples[-1] / 1e6, 1),
-            "handles_left": len(mpi_ops._handle_map), "names_after_warm_up": names_warm, "names": n_names,
-            "checksum": checksum}
+    mine = {
+        "rank": hvd.rank(),
+        "growth": growth(samples),
+        "resident_mb": round(samples[-1] / 1e6, 1),
+        "handles_left": len(mpi_ops._handle_map),
+        "names_after_warm_up": names_warm,
+        "names": n_names,
+        "checksum": checksum,
+    }
     ranks = hvd.allgather_object(mine, name="soak.figures")
-    return {"exchanges": n_exchanges, "n_ranks": hvd.size(), "seconds": round(seconds, 1),
-            "replicas_identical": len({rank["checksum"] for rank in ranks}) == 1, "ranks": ranks}
+    return {
+        "exchanges": n_exchanges,
+        "n_ranks": hvd.size(),
+        "seconds": round(seconds, 1),
+        "replicas_identical": len({rank["checksum"] for rank in ranks}) == 1,
+        "ranks": ranks,
+    }
 
 
 def growth(samples: list[int]) -> float:
@@ -185,10 +202,17 @@ def worker(args: argparse.Namespace) -> int:
         error = f"rank {hvd.rank()}, {doing}: {type(problem).__name__}: {problem}"
         traceback.print_exc()
     watchdog.now("ending")
-    _write(args.folder / f"rank{hvd.rank()}.json", {
-        "rank": hvd.rank(), "scenarios": counts, "results": run.n_results, "error": error,
-        "growth": growth(samples) if len(samples) >= MIN_SCENARIOS else None,
-        "resident_mb": round(resident_bytes() / 1e6, 1)})
+    _write(
+        args.folder / f"rank{hvd.rank()}.json",
+        {
+            "rank": hvd.rank(),
+            "scenarios": counts,
+            "results": run.n_results,
+            "error": error,
+            "growth": growth(samples) if len(samples) >= MIN_SCENARIOS else None,
+            "resident_mb": round(resident_bytes() / 1e6, 1),
+        },
+    )
     if error:  # others wait for this rank, which would wait for them at its exit
         print(error, file=sys.stderr, flush=True)
         time.sleep(1)
@@ -209,13 +233,31 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 def launch(kind: str, n_ranks: int, minutes: float, seed: int, args: argparse.Namespace, bar: Any) -> dict[str, Any]:
     """One launch; its figures and what is wrong with them."""
     prefix = [str(Path(sys.executable).parent / "horovodrun"), "--gloo"] if kind == "gloo" else MPIRUN
-    environment = os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-                                "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2",
-                                "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+    environment = os.environ | {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMP_NUM_THREADS": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
+    }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        command = [*prefix, "-np", str(n_ranks), sys.executable, __file__, "--worker", "--folder", name, "--minutes",
-                   str(minutes), "--seed", str(seed), "--patience", str(args.patience)]
+        command = [
+            *prefix,
+            "-np",
+            str(n_ranks),
+            sys.executable,
+            __file__,
+            "--worker",
+            "--folder",
+            name,
+            "--minutes",
+            str(minutes),
+            "--seed",
+            str(seed),
+            "--patience",
+            str(args.patience),
+        ]
         command += ["--stock"] * args.stock + (["--only", *args.only] if args.only else [])
         start = time.monotonic()
         with open(folder / "log", "wb") as log:
@@ -232,8 +274,13 @@ def launch(kind: str, n_ranks: int, minutes: float, seed: int, args: argparse.Na
                 process.wait()
         bar.start += time.monotonic() - start
         ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
-        figures = {"kind": kind, "n_ranks": n_ranks, "seed": seed, "seconds": round(time.monotonic() - start, 1),
-                   "ranks": ranks}
+        figures = {
+            "kind": kind,
+            "n_ranks": n_ranks,
+            "seed": seed,
+            "seconds": round(time.monotonic() - start, 1),
+            "ranks": ranks,
+        }
         found = long_faults(figures, process.returncode)
         if found:
             lines = (folder / "log").read_text(errors="replace").splitlines()

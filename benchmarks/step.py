@@ -44,11 +44,15 @@ def make_net() -> Any:
     n_in = 3
     for width, n_layers, stride in ((64, 3, 2), (128, 4, 2), (256, 6, 1)):
         for k in range(n_layers):
-            layers += [nn.Conv2d(n_in, width, 3, stride if k == 0 else 1, 1, bias=False), nn.BatchNorm2d(width),
-                       nn.ReLU()]
+            layers += [
+                nn.Conv2d(n_in, width, 3, stride if k == 0 else 1, 1, bias=False),
+                nn.BatchNorm2d(width),
+                nn.ReLU(),
+            ]
             n_in = width
-    return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(256 * 16, 512), nn.ReLU(),
-                         nn.Linear(512, 10))
+    return nn.Sequential(
+        *layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(256 * 16, 512), nn.ReLU(), nn.Linear(512, 10)
+    )
 
 
 class Trainer:
@@ -64,8 +68,9 @@ class Trainer:
             import horovod.torch as hvd
 
             named = [(f"{name}.{label}", value) for label, value in self.net.named_parameters()]
-            self.optimizer = hvd.DistributedOptimizer(self.optimizer, named_parameters=named,
-                                                      compression=make_compression(name))
+            self.optimizer = hvd.DistributedOptimizer(
+                self.optimizer, named_parameters=named, compression=make_compression(name)
+            )
 
     def step(self, images: Any, labels: Any) -> tuple[float, float, float]:
         """Seconds of forward, backward and update of one step."""
@@ -92,8 +97,10 @@ def work(config: dict[str, Any]) -> None:
     names = ["alone", *METHODS]
     trainers = {name: Trainer(name) for name in names}
     generator = torch.Generator().manual_seed(hvd.rank())
-    batch = (torch.randn(BATCH_SIZE, 3, 32, 32, generator=generator),
-             torch.randint(0, 10, (BATCH_SIZE,), generator=generator))
+    batch = (
+        torch.randn(BATCH_SIZE, 3, 32, 32, generator=generator),
+        torch.randint(0, 10, (BATCH_SIZE,), generator=generator),
+    )
     times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
     start = time.perf_counter()
     n_rounds, number = 1 << 30, 0
@@ -177,8 +184,10 @@ def compare(document: dict[str, Any]) -> str:
         lone = statistics.median(result["methods"]["alone"]["seconds"])
         rows.append([result["link"], "no communication", f"{1e3 * lone:.0f}", "", "", "", "", ""])
         own = calibrated(result["calibration"])
-        rates = {"default": (Network(), Machine(cores=cores, calibrated_ranks=result["n_ranks"])),
-                 "calibrated": (own.network, own.machine)}
+        rates = {
+            "default": (Network(), Machine(cores=cores, calibrated_ranks=result["n_ranks"])),
+            "calibrated": (own.network, own.machine),
+        }
         for method in METHODS:
             one = result["methods"][method]
             median = statistics.median(one["seconds"])
@@ -193,8 +202,9 @@ def compare(document: dict[str, Any]) -> str:
     headers = ["link", "method", "step, ms", "fastest to slowest", "default rates", "error", "calibrated", "error"]
     text = [predict.table([*headers[:5], "error ", "calibrated", "error"], rows), ""]
     for kind, values in errors.items():
-        text.append(f"{kind} rates: median error {100 * statistics.median(values):.0f} %, largest "
-                    f"{100 * max(values):.0f} %")
+        text.append(
+            f"{kind} rates: median error {100 * statistics.median(values):.0f} %, largest {100 * max(values):.0f} %"
+        )
     return "\n".join(text)
 
 
@@ -205,11 +215,15 @@ def page(document: dict[str, Any]) -> str:
         alone = result["methods"]["alone"]
         forward, backward, update = (f"{1e3 * seconds:.0f} ms" for seconds in alone["parts"])
         load = "not recorded" if result["load"] is None else f"{result['load']:.1f} before it"
-        parts.append(f"{result['link']}: forward {forward}, backward {backward}, update {update}, "
-                     f"{len(alone['seconds'])} steps of each, load {load}")
-    return (f"Written by `python benchmarks/step.py`; `step.json` is beside it. Two hosts on "
-            f"{document['machine']['cores']} cores, {sum(sizes) / 1e6:.2f} M parameters in {len(sizes)} tensors.\n\n"
-            f"{compare(document)}\n\nWithout communication: {'; '.join(parts)}.\n")
+        parts.append(
+            f"{result['link']}: forward {forward}, backward {backward}, update {update}, "
+            f"{len(alone['seconds'])} steps of each, load {load}"
+        )
+    return (
+        f"Written by `python benchmarks/step.py`; `step.json` is beside it. Two hosts on "
+        f"{document['machine']['cores']} cores, {sum(sizes) / 1e6:.2f} M parameters in {len(sizes)} tensors.\n\n"
+        f"{compare(document)}\n\nWithout communication: {'; '.join(parts)}.\n"
+    )
 
 
 def main() -> int:

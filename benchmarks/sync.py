@@ -81,9 +81,7 @@ def run_case(case: Case, methods: Sequence[str], arguments: argparse.Namespace) 
     return merged
 
 
-def _run_workers(
-    case: Case, methods: list[str], cluster: Cluster, arguments: argparse.Namespace
-) -> dict[str, Any]:
+def _run_workers(case: Case, methods: list[str], cluster: Cluster, arguments: argparse.Namespace) -> dict[str, Any]:
     """Launch one worker per host, in which the methods take turns, and read what rank 0 wrote."""
     with tempfile.TemporaryDirectory() as folder:
         result_path = Path(folder) / "result.json"
@@ -111,8 +109,7 @@ def _run_workers(
         done = launch(command, env=environment, timeout=arguments.timeout)
         if done.returncode != 0 or not result_path.exists():
             raise ClusterError(
-                f"sync.py: {case} failed with exit code {done.returncode}\n"
-                f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+                f"sync.py: {case} failed with exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
             )
         result: dict[str, Any] = json.loads(result_path.read_text())
         return result
@@ -135,14 +132,10 @@ def _derive(result: dict[str, Any]) -> None:
         for base in ("horovod_fp32", "horovod_fp16"):
             one[f"over_{base}"] = methods[base]["median"] / one["median"] if base in methods else None
         known = one["bytes"] is not None and result["rate_bits"] is not None
-        one["wire_share"] = (
-            max(one["bytes_by_rank"]) * 8 / result["rate_bits"] / one["median"] if known else None
-        )
+        one["wire_share"] = max(one["bytes_by_rank"]) * 8 / result["rate_bits"] / one["median"] if known else None
         bits = bits_per_element(name)
         n_ranks = result["n_ranks"]
-        one["model_bytes"] = (
-            None if bits is None else 2 * (n_ranks - 1) / n_ranks * result["n_elements"] * bits / 8
-        )
+        one["model_bytes"] = None if bits is None else 2 * (n_ranks - 1) / n_ranks * result["n_elements"] * bits / 8
 
 
 def table(result: dict[str, Any]) -> str:
@@ -205,9 +198,7 @@ def choose_cases(arguments: argparse.Namespace) -> list[Case]:
     if arguments.scaling:
         work = (arguments.works or ["mobilenet_v2"])[0]
         link = (arguments.links or ["100mbit"])[0]
-        return [
-            Case(work, link, n, (arguments.launchers or ["mpi"])[0]) for n in arguments.hosts or [2, 4, 8]
-        ]
+        return [Case(work, link, n, (arguments.launchers or ["mpi"])[0]) for n in arguments.hosts or [2, 4, 8]]
     if not any((arguments.works, arguments.links, arguments.hosts, arguments.launchers)):
         return list(DEFAULT_CASES)
     return [
@@ -228,9 +219,7 @@ def choose_methods(case: Case, arguments: argparse.Namespace) -> Sequence[str]:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--works", nargs="+", choices=WORKS)
     parser.add_argument("--links", nargs="+", help=f"such as {', '.join(LINKS)}")
     parser.add_argument("--hosts", nargs="+", type=int, help="numbers of hosts, one rank each (2)")
@@ -273,9 +262,7 @@ def main() -> int:
         print(scaling_table(results))
     command = " ".join(["benchmarks/sync.py", *sys.argv[1:]])
     machine = {"cores": os.cpu_count(), "seconds": time.monotonic() - start, "command": command}
-    (arguments.out / f"{name}.json").write_text(
-        json.dumps({"machine": machine, "results": results}, indent=1)
-    )
+    (arguments.out / f"{name}.json").write_text(json.dumps({"machine": machine, "results": results}, indent=1))
     text = "\n".join(map(table, results)) + ("\n" + scaling_table(results) if arguments.scaling else "")
     (arguments.out / f"{name}.md").write_text(text)
     (plot_scaling if arguments.scaling else plot_cases)(results, arguments.out / f"{name}.png")

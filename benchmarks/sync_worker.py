@@ -80,9 +80,7 @@ class Bench:
             shapes = work_shapes(self.work)
             self.source = GradientSource(shapes, world.rank)
             values = [torch.zeros(shape) for _, shape in shapes]
-            self.methods = {
-                name: make_method(name, ShapesModel(self.source, values)) for name in config["methods"]
-            }
+            self.methods = {name: make_method(name, ShapesModel(self.source, values)) for name in config["methods"]}
         self.n_elements = sum(p.numel() for p in next(iter(self.methods.values())).module.parameters())
         self._position = dict.fromkeys(self.methods, 0)
 

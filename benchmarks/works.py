@@ -56,9 +56,7 @@ class GradientSource:
         for k, view in enumerate(self._original.split(sizes)):
             view.copy_(self._draw(k, rank))
         self._buffer = self._original.clone()
-        self.tensors = [
-            view.view(shape) for view, (_, shape) in zip(self._buffer.split(sizes), shapes, strict=True)
-        ]
+        self.tensors = [view.view(shape) for view, (_, shape) in zip(self._buffer.split(sizes), shapes, strict=True)]
 
     def _draw(self, layer: int, rank: int) -> Tensor:
         n = math.prod(self.shapes[layer][1])

@@ -125,9 +125,7 @@ def add_compression_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="add what rounding lost to the next step's gradient; for formats of 4 bits",
     )
-    group.add_argument(
-        "--aps-report", metavar="FILE", help="write an HTML page on what was sent, layer by layer"
-    )
+    group.add_argument("--aps-report", metavar="FILE", help="write an HTML page on what was sent, layer by layer")
 
 
 def add_training_flags(
@@ -160,9 +158,7 @@ def add_training_flags(
         metavar="N",
         help="stop after N steps, to try things out; large validation data are sampled then, N batches per rank",
     )
-    group.add_argument(
-        "--synthetic", action="store_true", help="train on made-up data; no data folder is needed"
-    )
+    group.add_argument("--synthetic", action="store_true", help="train on made-up data; no data folder is needed")
     group.add_argument("--seed", type=integer(0, 2**32 - 1), default=42, help="of initialisation and shuffling")
     group.add_argument("--no-cuda", action="store_true", help="do not use GPUs")
     group = parser.add_argument_group("files, written by rank 0")
@@ -323,9 +319,7 @@ def check_same_classes(train: list[str], validation: list[str]) -> None:
 def check_batches(n_batches: int, n_images: int, batch_size: int, size: int) -> None:
     """Stop if there is nothing to train on."""
     if n_batches == 0:
-        fail(
-            f"{n_images} images make no batch of {batch_size} on each of {size} ranks; use a smaller --batch-size"
-        )
+        fail(f"{n_images} images make no batch of {batch_size} on each of {size} ranks; use a smaller --batch-size")
 
 
 def validation_sample(n_images: int, n_wanted: int | None, seed: int) -> list[int]:

@@ -81,9 +81,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     window = 10
     for row in results:
         smooth = np.convolve(row["losses"], np.ones(window) / window, mode="valid")
-        left.plot(
-            np.arange(window, window + len(smooth)), smooth, color=COLORS[row["name"]], label=row["name"]
-        )
+        left.plot(np.arange(window, window + len(smooth)), smooth, color=COLORS[row["name"]], label=row["name"])
         right.scatter(
             row["bytes_per_step"] / 1e6,
             100 * row["accuracy"],
@@ -108,14 +106,10 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=10, help="passes over the data for each format (10)")
     parser.add_argument("--rate", default="1gbit", help="of the link between the hosts (1gbit)")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "out", help="folder for the plot and the figures (out)"
-    )
+    parser.add_argument("--out", type=Path, default=ROOT / "out", help="folder for the plot and the figures (out)")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

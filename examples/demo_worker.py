@@ -70,9 +70,7 @@ def identical(model: torch.nn.Module) -> bool:
 class Run:
     """One network in training with one format."""
 
-    def __init__(
-        self, name: str, compression: Any, args: argparse.Namespace, data: tuple[torch.Tensor, ...]
-    ) -> None:
+    def __init__(self, name: str, compression: Any, args: argparse.Namespace, data: tuple[torch.Tensor, ...]) -> None:
         self.name, self.args, self.data = name, args, data
         torch.manual_seed(args.seed)
         self.model = network()

@@ -25,12 +25,8 @@ Pairs = list[tuple[Path, Path]]
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Flags that say where the data is and how it is cut."""
-    parser.add_argument(
-        "--data-dir", type=Path, default=Path("data"), help="root of the images and label maps"
-    )
-    parser.add_argument(
-        "--layout", choices=sorted(LAYOUTS), default="folder", help="how the files lie in --data-dir"
-    )
+    parser.add_argument("--data-dir", type=Path, default=Path("data"), help="root of the images and label maps")
+    parser.add_argument("--layout", choices=sorted(LAYOUTS), default="folder", help="how the files lie in --data-dir")
     parser.add_argument(
         "--num-classes",
         type=integer(1, VOID),
@@ -69,9 +65,7 @@ def _voc(root: Path, split: str) -> Pairs:
             f"holds JPEGImages, SegmentationClass and ImageSets/Segmentation. --synthetic needs no data."
         )
     names = listing.read_text().split()
-    return [
-        (root / "JPEGImages" / f"{name}.jpg", root / "SegmentationClass" / f"{name}.png") for name in names
-    ]
+    return [(root / "JPEGImages" / f"{name}.jpg", root / "SegmentationClass" / f"{name}.png") for name in names]
 
 
 LAYOUTS: dict[str, tuple[Callable[[Path, str], Pairs], int]] = {
@@ -140,9 +134,7 @@ class SegmentationData:
                 image, labels = image[:, ::-1], labels[:, ::-1]
         return np.ascontiguousarray(image), labels.astype(np.int64)
 
-    def _cut(
-        self, image: np.ndarray, labels: np.ndarray, random: np.random.Generator
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _cut(self, image: np.ndarray, labels: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """A piece of the crop's size from anywhere; what the image lacks is padded with zeros and VOID."""
         missing = [max(0, want - have) for want, have in zip(self.crop, labels.shape, strict=True)]
         if any(missing):

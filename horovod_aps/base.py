@@ -40,11 +40,27 @@ class BaseCompressor:
     them in the same order on all ranks.
     """
 
-    def __init__(self, e: int, m: int, *, specials: bool = True, rounding: str = "nearest", seed: int = 0,
-                 accumulate: str = "float32", error_feedback: bool = False, min_elements: int = 0,
-                 bucket_mb: float = 16.0, overrides: Mapping[str, Any] | str | None = None, warmup_steps: int = 0,
-                 auto_steps: int = 10, auto_error: float = 0.05, auto_candidates: Any = AUTO_CANDIDATES,
-                 transport: str = "packed", scaling: bool = True, stats: bool = False) -> None:
+    def __init__(
+        self,
+        e: int,
+        m: int,
+        *,
+        specials: bool = True,
+        rounding: str = "nearest",
+        seed: int = 0,
+        accumulate: str = "float32",
+        error_feedback: bool = False,
+        min_elements: int = 0,
+        bucket_mb: float = 16.0,
+        overrides: Mapping[str, Any] | str | None = None,
+        warmup_steps: int = 0,
+        auto_steps: int = 10,
+        auto_error: float = 0.05,
+        auto_candidates: Any = AUTO_CANDIDATES,
+        transport: str = "packed",
+        scaling: bool = True,
+        stats: bool = False,
+    ) -> None:
         """Options by their effect; `e` and `m` are all that most people need.
 
         Args:
@@ -71,12 +87,25 @@ class BaseCompressor:
             scaling: False leaves out APS, a fixed scale of 1: to see what it is good for.
             stats: measure underflow, error and exponents of every layer (one more pass over the gradients).
         """
-        self._options = Options(e, m, specials=specials, rounding=rounding, seed=seed, accumulate=accumulate,
-                                error_feedback=error_feedback, min_elements=min_elements, bucket_mb=bucket_mb,
-                                overrides={} if overrides is None else overrides, warmup_steps=warmup_steps,
-                                auto_steps=auto_steps, auto_error=auto_error,
-                                auto_candidates=tuple(auto_candidates), transport=transport, scaling=scaling,
-                                stats=stats)
+        self._options = Options(
+            e,
+            m,
+            specials=specials,
+            rounding=rounding,
+            seed=seed,
+            accumulate=accumulate,
+            error_feedback=error_feedback,
+            min_elements=min_elements,
+            bucket_mb=bucket_mb,
+            overrides={} if overrides is None else overrides,
+            warmup_steps=warmup_steps,
+            auto_steps=auto_steps,
+            auto_error=auto_error,
+            auto_candidates=tuple(auto_candidates),
+            transport=transport,
+            scaling=scaling,
+            stats=stats,
+        )
         self._start()
 
     def _start(self) -> None:
@@ -121,8 +150,13 @@ class BaseCompressor:
         names = sorted({name for exchange in self._exchanges.values() for name in exchange.names()})
         idle = [pattern for pattern in overrides if not fnmatch.filter(names, pattern)]
         if idle:
-            logger.warning("overrides %s match none of the %d tensors, which are called %s%s", idle, len(names),
-                           ", ".join(names[:5]), ", ..." if len(names) > 5 else "")
+            logger.warning(
+                "overrides %s match none of the %d tensors, which are called %s%s",
+                idle,
+                len(names),
+                ", ".join(names[:5]),
+                ", ..." if len(names) > 5 else "",
+            )
 
     def _retire_exchanges(self) -> None:
         """The world has changed, even if rank and size have not: every rank makes its exchanges anew."""
@@ -136,8 +170,9 @@ class BaseCompressor:
 
     # ---- For people ---------------------------------------------------------------------------------------
 
-    def set_format(self, e: int | None = None, m: int | None = None, *,
-                   overrides: Mapping[str, Any] | None = None) -> None:
+    def set_format(
+        self, e: int | None = None, m: int | None = None, *, overrides: Mapping[str, Any] | None = None
+    ) -> None:
         """Change the format between steps; call it at the same point on all ranks, which is checked.
 
         A rank that was left behind makes the next exchange raise ValueError on all of them. `e` and `m` are for the
@@ -187,8 +222,11 @@ class BaseCompressor:
             empty = {"step_number": 0, "residuals": {}, "overrides": None, "auto": None}
             return (self._loaded or empty) | changes
         states = [exchange.state() for exchange in exchanges]
-        return {"step_number": max(state["step_number"] for state in states), **changes,
-                **{key: self._merge(state[key] for state in states) for key in ("residuals", "overrides", "auto")}}
+        return {
+            "step_number": max(state["step_number"] for state in states),
+            **changes,
+            **{key: self._merge(state[key] for state in states) for key in ("residuals", "overrides", "auto")},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict()`; a resumed run equals an uninterrupted one bit for bit.
@@ -201,8 +239,12 @@ class BaseCompressor:
         if missing:
             raise ValueError(f"APSCompressor: state has no {', '.join(sorted(missing))}")
         residuals = {name: np.asarray(value, np.float32).flatten() for name, value in state["residuals"].items()}
-        self._loaded = {"step_number": int(state["step_number"]), "residuals": residuals,
-                        "overrides": state["overrides"], "auto": state.get("auto")}
+        self._loaded = {
+            "step_number": int(state["step_number"]),
+            "residuals": residuals,
+            "overrides": state["overrides"],
+            "auto": state.get("auto"),
+        }
         self._retired = {}
         if "set_format" in state:  # older states do not know
             self._changes = {name: _unplain(value) for name, value in state["set_format"].items()}

@@ -9,13 +9,24 @@ HOROVOD_APS_TIMELINE      trace.json makes every rank write its phases to trace.
 import os
 from pathlib import Path
 
-VARIABLES = {"HOROVOD_APS_NUM_THREADS", "HOROVOD_APS_AVX2", "HOROVOD_APS_LOG", "HOROVOD_APS_TIMELINE",
-             "HOROVOD_APS_BUILD_CACHE", "HOROVOD_APS_TEST_LOG"}  # the last two are for scripts/setup.sh and tests
+VARIABLES = {
+    "HOROVOD_APS_NUM_THREADS",
+    "HOROVOD_APS_AVX2",
+    "HOROVOD_APS_LOG",
+    "HOROVOD_APS_TIMELINE",
+    "HOROVOD_APS_BUILD_CACHE",
+    "HOROVOD_APS_TEST_LOG",
+}  # the last two are for scripts/setup.sh and tests
 # Rank and size as launchers set them. The innermost comes first: mpirun and horovodrun may run inside an srun. Slurm
 # sets SLURM_PROCID, and SLURM_NTASKS for a job's size, in an sbatch script too, where nothing was launched; it is
 # SLURM_STEP_NUM_TASKS that only srun sets. A bare PMIX_RANK is from a launcher that tells no size.
-LAUNCHERS = (("HOROVOD_RANK", "HOROVOD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-             ("PMI_RANK", "PMI_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), ("PMIX_RANK",))
+LAUNCHERS = (
+    ("HOROVOD_RANK", "HOROVOD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("PMIX_RANK",),
+)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 

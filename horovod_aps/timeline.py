@@ -39,8 +39,17 @@ class TimelineFile:
 
     def add(self, name: str, bucket: int, begin_ns: int, end_ns: int, args: dict[str, Any]) -> None:
         """Write one finished phase; `begin_ns` and `end_ns` are of `time.perf_counter_ns`."""
-        self._append({"ph": "X", "name": name, "pid": self._pid, "tid": bucket,
-                      "ts": (begin_ns - self._start) / 1000, "dur": (end_ns - begin_ns) / 1000, "args": args})
+        self._append(
+            {
+                "ph": "X",
+                "name": name,
+                "pid": self._pid,
+                "tid": bucket,
+                "ts": (begin_ns - self._start) / 1000,
+                "dur": (end_ns - begin_ns) / 1000,
+                "args": args,
+            }
+        )
 
     def _append(self, event: dict[str, Any]) -> None:
         with self._lock:
@@ -59,15 +68,21 @@ class Phases:
     def __call__(self, name: str, n_bytes: int = 0) -> None:
         """Begin the phase `name`, in which this rank sends `n_bytes`."""
         self.end()
-        logger.debug("step %d bucket %d (%d layers): %s, %d bytes", self._step, self._bucket, self._n_layers,
-                     name, n_bytes)
+        logger.debug(
+            "step %d bucket %d (%d layers): %s, %d bytes", self._step, self._bucket, self._n_layers, name, n_bytes
+        )
         self._name, self._begin, self._n_bytes = name, time.perf_counter_ns(), n_bytes
 
     def end(self) -> None:
         """End the phase under way, if any."""
         if self._name and self._file is not None:
-            self._file.add(self._name, self._bucket, self._begin, time.perf_counter_ns(),
-                           {"step": self._step, "layers": self._n_layers, "bytes": self._n_bytes})
+            self._file.add(
+                self._name,
+                self._bucket,
+                self._begin,
+                time.perf_counter_ns(),
+                {"step": self._step, "layers": self._n_layers, "bytes": self._n_bytes},
+            )
         self._name = ""
 
 

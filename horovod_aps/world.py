@@ -26,8 +26,9 @@ def mpi_usable(basics: Any) -> bool:
     except (ImportError, RuntimeError):
         return False
     world = MPI.COMM_WORLD
-    return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE and world.size == basics.size()
-                and world.rank == basics.rank())
+    return bool(
+        MPI.Query_thread() == MPI.THREAD_MULTIPLE and world.size == basics.size() and world.rank == basics.rank()
+    )
 
 
 def process_set_of(basics: Any, process_set_id: int) -> ProcessSet:
@@ -49,8 +50,10 @@ def link(name: str, members: Sequence[int], rank: int, n_able: int, addresses: n
         trace("%s: over MPI", name)
         return MpiTransport(members, tag=zlib.crc32(name.encode()))
     if n_able:
-        raise ValueError(f"APSCompressor: {len(members) - n_able} of {len(members)} ranks cannot talk MPI directly; "
-                         f"install mpi4py on all hosts, or on none")
+        raise ValueError(
+            f"APSCompressor: {len(members) - n_able} of {len(members)} ranks cannot talk MPI directly; "
+            f"install mpi4py on all hosts, or on none"
+        )
     from horovod_aps.transports.sockets import SocketTransport
 
     trace("%s: by connections of our own", name)

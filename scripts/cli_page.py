@@ -50,11 +50,17 @@ def text() -> str:
     parts = [INTRODUCTION]
     for name, one in subparsers.choices.items():
         formatter = one._get_formatter()
-        rows = [f"| {_name(action)} | {html.escape(formatter._expand_help(action), quote=False)} |"
-                for action in one._actions if not isinstance(action, argparse._HelpAction)]
+        rows = [
+            f"| {_name(action)} | {html.escape(formatter._expand_help(action), quote=False)} |"
+            for action in one._actions
+            if not isinstance(action, argparse._HelpAction)
+        ]
         summary = helps[name][0].upper() + helps[name][1:]
-        parts.append(f"## {name}\n\n{summary}.\n\n```sh\n{EXAMPLES[name]}\n```\n\n| argument | |\n| --- | --- |\n"
-                     + "\n".join(rows) + "\n")
+        parts.append(
+            f"## {name}\n\n{summary}.\n\n```sh\n{EXAMPLES[name]}\n```\n\n| argument | |\n| --- | --- |\n"
+            + "\n".join(rows)
+            + "\n"
+        )
     return "\n".join(parts)
 
 

@@ -24,11 +24,20 @@ HOST = os.environ["HOROVOD_HOSTNAME"]
 
 def record(hvd: Any, state: Any, total: float, weights: bytes, compressor: Any) -> None:
     """A line in this worker's own log."""
-    exchanges = sorted({(key[1], key[2]) for key in compressor._exchanges})
-    line = {"step": state.step, "size": hvd.size(), "rank": hvd.rank(), "host": HOST, "total": total,
-            "checksum": zlib.crc32(weights), "exchanges": exchanges,
-            "residuals": len(compressor.state_dict()["residuals"]), "bytes": compressor.stats()["bytes_sent"],
-            "pid": os.getpid(), "time": time.time()}
+    exchanges = sorted((len(key.members), hvd.rank()) for key in compressor._exchanges)
+    line = {
+        "step": state.step,
+        "size": hvd.size(),
+        "rank": hvd.rank(),
+        "host": HOST,
+        "total": total,
+        "checksum": zlib.crc32(weights),
+        "exchanges": exchanges,
+        "residuals": len(compressor.state_dict()["residuals"]),
+        "bytes": compressor.stats()["bytes_sent"],
+        "pid": os.getpid(),
+        "time": time.time(),
+    }
     with open(FOLDER / f"{HOST}.{os.getpid()}.jsonl", "a") as log:
         log.write(json.dumps(line) + "\n")
 
@@ -63,8 +72,11 @@ def main_torch() -> None:
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(20, 50), torch.nn.Tanh(), torch.nn.Linear(50, 1))
     compressor = APSCompressor(4, 3, error_feedback=True)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.05, momentum=0.9),
-                                         named_parameters=model.named_parameters(), compression=compressor)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.05, momentum=0.9),
+        named_parameters=model.named_parameters(),
+        compression=compressor,
+    )
 
     @hvd.elastic.run
     def train(state: Any) -> None:
@@ -95,8 +107,12 @@ def main_tensorflow() -> None:
 
     hvd.init()
     tf.keras.utils.set_random_seed(1)
-    model = tf.keras.Sequential([tf.keras.layers.Dense(50, activation="tanh", use_bias=False, input_shape=(20,)),
-                                 tf.keras.layers.Dense(1, use_bias=False)])
+    model = tf.keras.Sequential(
+        [
+            tf.keras.layers.Dense(50, activation="tanh", use_bias=False, input_shape=(20,)),
+            tf.keras.layers.Dense(1, use_bias=False),
+        ]
+    )
     optimizer = tf.keras.optimizers.SGD(0.05, momentum=0.9)
     optimizer.build(model.trainable_variables)
     compressor = APSCompressor(4, 3, error_feedback=True)

@@ -36,8 +36,7 @@ def expected(
     first = grads_per_rank[0]
     by_name = dict(formats) if isinstance(formats, Mapping) else dict.fromkeys(first, formats)
     specs = [
-        LayerSpec(name, x.shape, CODES[x.dtype],
-                  FLOAT32 if by_name[name] is None else FloatFormat(*by_name[name]))
+        LayerSpec(name, x.shape, CODES[x.dtype], FLOAT32 if by_name[name] is None else FloatFormat(*by_name[name]))
         for name, x in first.items()
     ]
     results: dict[str, np.ndarray] = {}
@@ -45,8 +44,9 @@ def expected(
         names = [specs[layer].name for layer in bucket.layers]
         shards = [
             [
-                reference.Piece(names[bucket.layer_of_segment[row]], int(segment["first"]),
-                                int(segment["first"] + segment["n"]))
+                reference.Piece(
+                    names[bucket.layer_of_segment[row]], int(segment["first"]), int(segment["first"] + segment["n"])
+                )
                 for row, segment in enumerate(bucket.segments)
                 if bucket.shard_segments[k] <= row < bucket.shard_segments[k + 1]
             ]

@@ -420,9 +420,7 @@ def raw_exchange(layer_per_rank: Sequence[ArrayLike], factor: float) -> NDArray[
         return cast(as_float64(total * np.float32(factor)), dtype)
 
 
-def one_phase(
-    layer_per_rank: Sequence[ArrayLike], fmt: Any, factor: float, mode: str = "float32"
-) -> NDArray[Any]:
+def one_phase(layer_per_rank: Sequence[ArrayLike], fmt: Any, factor: float, mode: str = "float32") -> NDArray[Any]:
     """Every rank gets every rank's values and adds them itself: one rounding. Used for two ranks."""
     dtype = np.asarray(layer_per_rank[0]).dtype
     exponent = shared_exponent(layer_per_rank, fmt, mode)

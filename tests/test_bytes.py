@@ -21,10 +21,16 @@ WORKER = ROOT / "tests" / "workers" / "bytes_worker.py"
 
 
 @pytest.mark.skipif(bool(missing()), reason=f"building hosts in network namespaces needs {' and '.join(missing())}")
-@pytest.mark.parametrize("framework, n_hosts, launcher", [
-    ("torch", 2, "mpirun"), ("torch", 4, "mpirun"), ("torch", 2, "horovodrun"),
-    ("tensorflow", 2, "mpirun"), pytest.param("tensorflow", 2, "horovodrun", marks=pytest.mark.slow),
-])
+@pytest.mark.parametrize(
+    "framework, n_hosts, launcher",
+    [
+        ("torch", 2, "mpirun"),
+        ("torch", 4, "mpirun"),
+        ("torch", 2, "horovodrun"),
+        ("tensorflow", 2, "mpirun"),
+        pytest.param("tensorflow", 2, "horovodrun", marks=pytest.mark.slow),
+    ],
+)
 def test_bytes_on_the_wire_against_horovod_fp32(framework, n_hosts, launcher):
     env = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
     with Cluster(n_hosts, rate=None) as cluster:

@@ -34,8 +34,21 @@ def start(framework: str, folder: Path, hosts: dict[str, int], plan: dict, n_wor
     script.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
     script.chmod(0o755)
     n = str(n_workers)
-    command = [str(HOROVODRUN), "-np", n, "--min-np", "1", "--max-np", n, "--host-discovery-script", str(script),
-               sys.executable, str(ROOT / "tests" / "elastic_worker.py"), framework, str(folder)]
+    command = [
+        str(HOROVODRUN),
+        "-np",
+        n,
+        "--min-np",
+        "1",
+        "--max-np",
+        n,
+        "--host-discovery-script",
+        str(script),
+        sys.executable,
+        str(ROOT / "tests" / "elastic_worker.py"),
+        framework,
+        str(folder),
+    ]
     code, output = run(command, LIMIT, {"HOROVOD_GLOO_TIMEOUT_SECONDS": "60"})
     rows = rows_of(folder)
     story = f"{framework}: exit code {code}\n{output[-6000:]}\n" + "\n".join(map(str, rows[-12:]))
@@ -72,8 +85,9 @@ def test_killed_worker_and_added_worker(tmp_path):
     victim, late = "127.0.0.1", socket.gethostname()
 
     def check(framework: str, folder: Path) -> None:
-        story, rows = start(framework, folder, {"localhost": 2, victim: 1},
-                            {"victim": victim, "late": late, "size": 3}, 3)
+        story, rows = start(
+            framework, folder, {"localhost": 2, victim: 1}, {"victim": victim, "late": late, "size": 3}, 3
+        )
         sizes = []
         for row in rows:
             if row["rank"] == 0 and (not sizes or sizes[-1] != row["size"]):

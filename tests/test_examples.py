@@ -205,7 +205,8 @@ def test_pytorch_examples_train_on_two_ranks(data: Path, tmp_path: Path, launche
     assert (tmp_path / "digits.html").read_text().startswith("<!DOCTYPE html>")
     assert list((tmp_path / "logs").glob("events.out.tfevents.*"))
     assert sorted(path.name for path in (tmp_path / "check").iterdir()) == [
-        f"{name}.pt{ending}" for name in ("full", "half") for ending in ("", ".rank0", ".rank1")]
+        f"{name}.pt{ending}" for name in ("full", "half") for ending in ("", ".rank0", ".rank1")
+    ]
 
 
 def test_pytorch_example_runs_under_horovodrun(tmp_path: Path) -> None:
@@ -253,7 +254,9 @@ def check_tensorflow(results: dict[str, dict[str, Any]], data: Path, folder: Pat
     assert "half.keras yet, starting from random weights" in output["half"]
     assert "Resuming from" in output["resumed"] and "at step 31" in output["resumed"]  # 1437 // 2 // 32 = 22 per epoch
     assert re.findall(r"(epoch \d: step \d+), .* on all 360 images", output["resumed"]) == [
-        "epoch 2: step 44", "epoch 3: step 66"]
+        "epoch 2: step 44",
+        "epoch 3: step 66",
+    ]
     with zipfile.ZipFile(folder / "check" / "half.keras") as saved:  # which Keras has loaded for "resumed"
         assert {"metadata.json", "config.json", "model.weights.h5"} <= set(saved.namelist())
     assert results["resumed"]["digest"] == results["full"]["digest"] != results["half"]["digest"]
@@ -274,7 +277,11 @@ def check_tensorflow(results: dict[str, dict[str, Any]], data: Path, folder: Pat
         check_ratio(output[name])
     assert list((folder / "logs").glob("events.out.tfevents.*"))
     assert {path.name for path in (folder / "check").glob("*.rank?")} == {
-        "full.rank0", "full.rank1", "half.keras.rank0", "half.keras.rank1"}
+        "full.rank0",
+        "full.rank1",
+        "half.keras.rank0",
+        "half.keras.rank1",
+    }
 
 
 @pytest.mark.slow
@@ -456,9 +463,7 @@ def test_wrong_flag_is_left_to_rank_0(monkeypatch: pytest.MonkeyPatch, capsys: p
         assert len(waits) == n_waits
 
 
-def test_checks_report_trouble_of_any_rank(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checks_report_trouble_of_any_rank(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What rank 0 of two says when it is fine and the other rank is not, and the other way round."""
 
     class World:

@@ -87,8 +87,10 @@ def gloo_ranks(n_ranks: int, phase: str, victim: int, directory: Path) -> Iterat
     rendezvous.init(plan)
     common = {key: str(value) for key, value in create_run_env_vars("127.0.0.1", ["lo"], port).items()}
     processes = [
-        FORKS.Process(target=fault_worker.run_forked, args=(
-            {**common, **create_slot_env_vars(slot)}, directory / f"output{i}", phase, victim, directory))
+        FORKS.Process(
+            target=fault_worker.run_forked,
+            args=({**common, **create_slot_env_vars(slot)}, directory / f"output{i}", phase, victim, directory),
+        )
         for i, slot in enumerate(plan)
     ]
     for process in processes:
@@ -112,8 +114,14 @@ def mpi_ranks(n_ranks: int, phase: str, victim: int, directory: Path) -> Iterato
     """A job under mpirun."""
     command = [*launcher("mpirun", n_ranks), sys.executable, fault_worker.__file__, phase, str(victim), str(directory)]
     with open(directory / "output0", "w") as file:
-        process = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, stdin=subprocess.DEVNULL, stdout=file,
-                                   stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **ENVIRONMENT},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     def wait(seconds: float) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):

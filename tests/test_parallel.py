@@ -28,16 +28,31 @@ ENVIRONMENT = {
     "PYTHONFAULTHANDLER": "1",
 }
 HOROVODRUN = Path(sys.executable).parent / "horovodrun"
-TORCH_FILES = ("test_torch_optimizer.py", "test_torch_allreduce.py", "test_torch_faults.py", "test_simulate.py",
-               "test_torch_orders.py", "test_torch_process_sets.py")
+TORCH_FILES = (
+    "test_torch_optimizer.py",
+    "test_torch_allreduce.py",
+    "test_torch_faults.py",
+    "test_simulate.py",
+    "test_torch_orders.py",
+    "test_torch_process_sets.py",
+)
 
 
 def launcher(kind: str, n_ranks: int) -> list[str]:
     """The command in front of what every rank runs."""
     if kind == "mpirun":
         # Yielding helps: here ranks share cores, and a rank that spins keeps the one it waits for from running.
-        return ["mpirun", "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1",
-                "-np", str(n_ranks)]
+        return [
+            "mpirun",
+            "--oversubscribe",
+            "--bind-to",
+            "none",
+            "--mca",
+            "mpi_yield_when_idle",
+            "1",
+            "-np",
+            str(n_ranks),
+        ]
     command = [str(HOROVODRUN), "--gloo" if kind == "gloo" else "--mpi", "-np", str(n_ranks)]
     if kind == "horovodrun-mpi":
         command += ["--mpi-args=--oversubscribe --bind-to none"]
@@ -46,9 +61,16 @@ def launcher(kind: str, n_ranks: int) -> list[str]:
 
 def run(command: Sequence[str], limit: float, env: dict[str, str]) -> tuple[int | None, str]:
     """Exit code (None if it took longer than `limit` seconds and was killed) and output of a launch."""
-    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **ENVIRONMENT, **env}, text=True,
-                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **ENVIRONMENT, **env},
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     try:
         output, _ = process.communicate(timeout=limit)
         return process.returncode, output
@@ -62,13 +84,37 @@ def run(command: Sequence[str], limit: float, env: dict[str, str]) -> tuple[int 
         return None, output
 
 
-def launch(kind: str, n_ranks: int, files: Sequence[str], log_dir: Path, *, limit: float = 600,
-           marker: str = "not slow", keyword: str = "", env: dict[str, str] | None = None) -> None:
+def launch(
+    kind: str,
+    n_ranks: int,
+    files: Sequence[str],
+    log_dir: Path,
+    *,
+    limit: float = 600,
+    marker: str = "not slow",
+    keyword: str = "",
+    env: dict[str, str] | None = None,
+) -> None:
     """Run test files on all ranks; fails with the output and each rank's log."""
     paths = [str(PARALLEL / name) for name in files if (PARALLEL / name).exists()]
     assert paths, f"none of {', '.join(files)} exists"
-    command = [*launcher(kind, n_ranks), sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
-               "-o", "faulthandler_timeout=60", "-m", marker, "-k", keyword, *paths]
+    command = [
+        *launcher(kind, n_ranks),
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "faulthandler_timeout=60",
+        "-m",
+        marker,
+        "-k",
+        keyword,
+        *paths,
+    ]
     start = time.monotonic()
     code, output = run(command, limit, {"HOROVOD_APS_TEST_LOG": str(log_dir), **(env or {})})
     logs = {rank: _read(log_dir / f"rank{rank}.log") for rank in range(n_ranks)}
@@ -78,8 +124,9 @@ def launch(kind: str, n_ranks: int, files: Sequence[str], log_dir: Path, *, limi
         return
     reason = f"no end after {limit:.0f} s" if code is None else f"exit code {code}"
     tails = "\n".join(f"--- rank {rank} ---\n{log[-3000:]}" for rank, log in logs.items())
-    pytest.fail(f"{' '.join(command)}\n{reason}, {time.monotonic() - start:.0f} s\n{output[-15000:]}\n{tails}",
-                pytrace=False)
+    pytest.fail(
+        f"{' '.join(command)}\n{reason}, {time.monotonic() - start:.0f} s\n{output[-15000:]}\n{tails}", pytrace=False
+    )
 
 
 def _read(path: Path) -> str:
@@ -138,8 +185,13 @@ def test_tensorflow(file, kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["mpirun", "gloo"])
 def test_tensorflow_three_ranks(kind, tmp_path):
-    launch(kind, 3, ["test_tensorflow.py"], tmp_path,
-           keyword="200- or tape_equals or process_sets or set_format or carrier")
+    launch(
+        kind,
+        3,
+        ["test_tensorflow.py"],
+        tmp_path,
+        keyword="200- or tape_equals or process_sets or set_format or carrier",
+    )
 
 
 def test_tensorflow_gpu(tmp_path):

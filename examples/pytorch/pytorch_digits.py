@@ -83,9 +83,7 @@ def main(args: argparse.Namespace) -> None:
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=args.base_lr, momentum=0.9)
     # Horovod: wrap the optimizer; this is where the gradients' format is chosen.
     compression = common.compression(args, hvd.Compression, APSCompressor)
-    optimizer = hvd.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), compression=compression
-    )
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
     step = training.restore(args, model, optimizer, amp, compression)
     log = training.Log(args.log_dir)
     n_batches = len(train_loader)

@@ -20,12 +20,8 @@ import common
 
 def parse() -> argparse.Namespace:
     parser = common.Parser("PyTorch ImageNet example with APS gradient compression")
-    parser.add_argument(
-        "--train-dir", type=Path, default=Path("imagenet/train"), help="training images by class"
-    )
-    parser.add_argument(
-        "--val-dir", type=Path, default=Path("imagenet/val"), help="validation images by class"
-    )
+    parser.add_argument("--train-dir", type=Path, default=Path("imagenet/train"), help="training images by class")
+    parser.add_argument("--val-dir", type=Path, default=Path("imagenet/val"), help="validation images by class")
     parser.add_argument("--model", default="resnet50", help="name of a torchvision classifier")
     parser.add_argument("--image-size", type=common.integer(32), default=224, help="side of the crops")
     parser.add_argument("--workers", type=common.integer(0), default=0, help="processes that load data, per rank")
@@ -63,12 +59,8 @@ def make_data(args: argparse.Namespace) -> tuple[Any, Any, int]:
     classes = common.check_image_folder(args.train_dir, "--train-dir")
     common.check_same_classes(classes, common.check_image_folder(args.val_dir, "--val-dir"))
     to_tensor = [transforms.ToTensor(), transforms.Normalize(common.MEAN, common.STD)]
-    train = transforms.Compose(
-        [transforms.RandomResizedCrop(side), transforms.RandomHorizontalFlip(), *to_tensor]
-    )
-    test = transforms.Compose(
-        [transforms.Resize(round(side / 0.875)), transforms.CenterCrop(side), *to_tensor]
-    )
+    train = transforms.Compose([transforms.RandomResizedCrop(side), transforms.RandomHorizontalFlip(), *to_tensor])
+    test = transforms.Compose([transforms.Resize(round(side / 0.875)), transforms.CenterCrop(side), *to_tensor])
     augmented = training.Augmented(datasets.ImageFolder(args.train_dir, train), args.seed)
     return augmented, datasets.ImageFolder(args.val_dir, test), len(classes)
 
@@ -109,9 +101,7 @@ def main(args: argparse.Namespace) -> None:
     )
     # Horovod: wrap the optimizer; this is where the gradients' format is chosen.
     compression = common.compression(args, hvd.Compression, APSCompressor)
-    optimizer = hvd.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), compression=compression
-    )
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
     step = training.restore(args, model, optimizer, amp, compression)
     log = training.Log(args.log_dir)
     n_batches = len(train_loader)

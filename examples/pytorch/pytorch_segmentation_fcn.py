@@ -38,9 +38,7 @@ def parse() -> argparse.Namespace:
     common.add_compression_flags(parser)
     args = common.parse(parser)
     if args.model.startswith("deeplab") and args.batch_size < 2:
-        parser.error(
-            "--batch-size must be at least 2 for DeepLab, whose image pooling normalises over the batch"
-        )
+        parser.error("--batch-size must be at least 2 for DeepLab, whose image pooling normalises over the batch")
     return args
 
 
@@ -76,9 +74,7 @@ class AsTensors(Dataset[Any]):
 def make_model(args: argparse.Namespace, n_classes: int) -> torch.nn.Module:
     """The model without pretrained weights; FCN and DeepLab get their auxiliary classifier."""
     options = {} if args.model.startswith("lraspp") else {"aux_loss": True}
-    return getattr(segmentation, args.model)(
-        weights=None, weights_backbone=None, num_classes=n_classes, **options
-    )
+    return getattr(segmentation, args.model)(weights=None, weights_backbone=None, num_classes=n_classes, **options)
 
 
 def pixel_loss(output: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
@@ -100,9 +96,7 @@ def evaluate(model: torch.nn.Module, loader: Any, device: torch.device, n_classe
     with torch.no_grad():
         for images, labels in loader:
             predictions = model(images.to(device))["out"].argmax(1).cpu()
-            matrix += torch.from_numpy(
-                segmentation_data.confusion(labels.numpy(), predictions.numpy(), n_classes)
-            )
+            matrix += torch.from_numpy(segmentation_data.confusion(labels.numpy(), predictions.numpy(), n_classes))
     # Horovod: counts add up over the ranks; means of each rank's mean IoU would be something else.
     return segmentation_data.mean_iou(hvd.allreduce(matrix, op=hvd.Sum, name="confusion").numpy())
 
@@ -125,14 +119,10 @@ def main(args: argparse.Namespace) -> None:
     n_classes = train_data.n_classes
     model = make_model(args, n_classes).to(device)
     amp = training.MixedPrecision(args.mixed_precision, device)
-    optimizer: Any = torch.optim.SGD(
-        model.parameters(), lr=args.base_lr, momentum=0.9, weight_decay=args.weight_decay
-    )
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=args.base_lr, momentum=0.9, weight_decay=args.weight_decay)
     # Horovod: wrap the optimizer; this is where the gradients' format is chosen.
     compression = common.compression(args, hvd.Compression, APSCompressor)
-    optimizer = hvd.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), compression=compression
-    )
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
     step = training.restore(args, model, optimizer, amp, compression)
     log = training.Log(args.log_dir)
     n_batches = len(train_loader)

@@ -53,9 +53,7 @@ def main(args: argparse.Namespace) -> None:
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size())
     # Horovod: wrap the optimizer; this is where the gradients' format is chosen.
     compression = common.compression(args, hvd.Compression, APSCompressor)
-    optimizer = hvd.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), compression=compression
-    )
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     images = torch.randn(args.batch_size, 3, args.image_size, args.image_size, device=device)
     labels = torch.randint(1000, (args.batch_size,), device=device)

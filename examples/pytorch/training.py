@@ -84,9 +84,7 @@ def loaders(
     sampler = Sampler(train, num_replicas=hvd.size(), rank=hvd.rank(), seed=args.seed)
     # ... and tests on its own share, every sample exactly once.
     share = Subset(tested, range(hvd.rank(), len(tested), hvd.size()))
-    train_loader: DataLoader[Any] = DataLoader(
-        train, args.batch_size, sampler=sampler, drop_last=True, **options
-    )
+    train_loader: DataLoader[Any] = DataLoader(train, args.batch_size, sampler=sampler, drop_last=True, **options)
     common.check_batches(len(train_loader), len(train), args.batch_size, hvd.size())
     return train_loader, DataLoader(share, test_batch_size or args.batch_size, **options), sampler
 

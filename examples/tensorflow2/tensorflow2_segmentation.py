@@ -48,9 +48,7 @@ import horovod_aps.tensorflow as aps
 
 def make_model(args: argparse.Namespace, n_classes: int) -> Any:
     """A backbone without its classifier and a 3x3 head, for images of any size."""
-    backbone = getattr(keras.applications, args.backbone)(
-        include_top=False, weights=None, input_shape=(None, None, 3)
-    )
+    backbone = getattr(keras.applications, args.backbone)(include_top=False, weights=None, input_shape=(None, None, 3))
     x = keras.layers.Conv2D(256, 3, padding="same", use_bias=False)(backbone.output)
     x = keras.layers.Activation("relu")(keras.layers.BatchNormalization()(x))
     x = keras.layers.Dropout(0.1)(x)

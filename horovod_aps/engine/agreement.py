@@ -33,15 +33,19 @@ def spec_of(layer: Layer, options: Options, warm: bool) -> LayerSpec:
 
 
 def _plain(spec: LayerSpec) -> dict[str, Any]:
-    return {"shape": list(spec.shape), "dtype": DTYPE_NAMES[spec.dtype], "format": spec.format.name,
-            "specials": spec.format.specials, "group_size": spec.group_size}
+    return {
+        "shape": list(spec.shape),
+        "dtype": DTYPE_NAMES[spec.dtype],
+        "format": spec.format.name,
+        "specials": spec.format.specials,
+        "group_size": spec.group_size,
+    }
 
 
 def describe(specs: Iterable[LayerSpec], options: Options) -> str:
     """A text that is equal on two ranks exactly if they mean the same batch."""
     layers = {spec.name: _plain(spec) for spec in specs}
-    return json.dumps({"version": __version__, "options": options.fingerprint(), "layers": layers},
-                      sort_keys=True)
+    return json.dumps({"version": __version__, "options": options.fingerprint(), "layers": layers}, sort_keys=True)
 
 
 def digest(description: str) -> bytes:
@@ -76,13 +80,29 @@ class Proposal:
         return json.dumps(asdict(self), sort_keys=True).encode()
 
 
-def proposal(specs: Sequence[LayerSpec], factors: Sequence[float], options: Options, *, step_number: int = 0,
-             chosen: Mapping[str, Any] | None = None, waits: bool = True, whole: bool = True) -> bytes:
+def proposal(
+    specs: Sequence[LayerSpec],
+    factors: Sequence[float],
+    options: Options,
+    *,
+    step_number: int = 0,
+    chosen: Mapping[str, Any] | None = None,
+    waits: bool = True,
+    whole: bool = True,
+) -> bytes:
     """This rank's part in a talk, as bytes; `specs` are in its own order of arrival."""
     names = [spec.name for spec in specs]
-    return Proposal(__version__, options.fingerprint(), {spec.name: _plain(spec) for spec in specs}, names,
-                    dict(zip(names, factors)), step_number, None if chosen is None else dict(chosen), waits,
-                    whole).encode()
+    return Proposal(
+        __version__,
+        options.fingerprint(),
+        {spec.name: _plain(spec) for spec in specs},
+        names,
+        dict(zip(names, factors)),
+        step_number,
+        None if chosen is None else dict(chosen),
+        waits,
+        whole,
+    ).encode()
 
 
 def parse_all(messages: Sequence[bytes]) -> list[Proposal]:
@@ -149,13 +169,19 @@ def _parse(raw: bytes, rank: int) -> Proposal:
         raise _foreign(rank, f"must have {', '.join(field.name for field in fields(Proposal))}")
     one = Proposal(**entry)
     for wrong, what in (
-        (not isinstance(one.options, dict) or not isinstance(one.layers, dict),
-         "options or layers have the wrong type"),
-        (not isinstance(one.layers, dict) or not all(isinstance(layer, dict) and set(layer) == LAYER_KEYS
-                                                     for layer in one.layers.values()),
-         f"layers must have {', '.join(sorted(LAYER_KEYS))}"),
-        (not isinstance(one.order, list) or not all(isinstance(name, str) for name in one.order),
-         "order must be a list of names"),
+        (
+            not isinstance(one.options, dict) or not isinstance(one.layers, dict),
+            "options or layers have the wrong type",
+        ),
+        (
+            not isinstance(one.layers, dict)
+            or not all(isinstance(layer, dict) and set(layer) == LAYER_KEYS for layer in one.layers.values()),
+            f"layers must have {', '.join(sorted(LAYER_KEYS))}",
+        ),
+        (
+            not isinstance(one.order, list) or not all(isinstance(name, str) for name in one.order),
+            "order must be a list of names",
+        ),
         (not _is_position(one), "position must be a step number and formats"),
     ):
         if wrong:
@@ -166,31 +192,44 @@ def _parse(raw: bytes, rank: int) -> Proposal:
 
 
 def _is_position(one: Proposal) -> bool:
-    return (type(one.step_number) is int and one.step_number >= 0 and isinstance(one.waits, bool)
-            and isinstance(one.whole, bool) and (one.chosen is None or isinstance(one.chosen, dict)))
+    return (
+        type(one.step_number) is int
+        and one.step_number >= 0
+        and isinstance(one.waits, bool)
+        and isinstance(one.whole, bool)
+        and (one.chosen is None or isinstance(one.chosen, dict))
+    )
 
 
 def _are_factors(one: Proposal) -> bool:
-    return (isinstance(one.factors, dict) and set(one.factors) == set(one.layers)
-            and all(type(value) in (int, float) for value in one.factors.values()))
+    return (
+        isinstance(one.factors, dict)
+        and set(one.factors) == set(one.layers)
+        and all(type(value) in (int, float) for value in one.factors.values())
+    )
 
 
 def _foreign(rank: int, what: str) -> ValueError:
     return ValueError(
         f"APSCompressor: the message of rank {rank} is truncated or not of horovod_aps ({what}); check "
-        f"that all ranks run the same program and horovod_aps {__version__}")
+        f"that all ranks run the same program and horovod_aps {__version__}"
+    )
 
 
 def _difference(first: Proposal, other: Proposal, rank: int) -> str | None:
     """One sentence on the first thing in which rank `rank` differs from rank 0."""
     if first.version != other.version:
-        return (f"rank 0 runs horovod_aps {first.version}, rank {rank} runs {other.version}; "
-                f"install the same version everywhere")
+        return (
+            f"rank 0 runs horovod_aps {first.version}, rank {rank} runs {other.version}; "
+            f"install the same version everywhere"
+        )
     for name in sorted(set(first.options) | set(other.options)):
         value, theirs = first.options.get(name), other.options.get(name)
         if theirs != value:
-            return (f"option {name} is {value!r} on rank 0 and {theirs!r} on rank {rank}; "
-                    f"all ranks must use the same options")
+            return (
+                f"option {name} is {value!r} on rank 0 and {theirs!r} on rank {rank}; "
+                f"all ranks must use the same options"
+            )
     for name in sorted(set(first.layers) & set(other.layers)):
         mine, theirs = first.layers[name], other.layers[name]
         mine, theirs = mine | {"factor": first.factors[name]}, theirs | {"factor": other.factors[name]}

@@ -40,8 +40,8 @@ def factors_digest(factors: Sequence[float]) -> bytes:
 
 def shared_exponents(bodies: Sequence[bytes]) -> np.ndarray | None:
     """The largest exponents, if all headers open the same bucket; None if they do not."""
-    front, length = bodies[0][:_IDENTITY.size], len(bodies[0])
-    if any(body[:_IDENTITY.size] != front or len(body) != length for body in bodies):
+    front, length = bodies[0][: _IDENTITY.size], len(bodies[0])
+    if any(body[: _IDENTITY.size] != front or len(body) != length for body in bodies):
         return None
     return np.max([np.frombuffer(body, "<i4", offset=_IDENTITY.size) for body in bodies], axis=0)
 
@@ -80,13 +80,15 @@ class Rounds:
     def hear(self, rank: int, message: bytes) -> int | None:
         """Note what another rank has said; the number if it is a nudge, ValueError if no rank says so."""
         if len(message) < _FRONT.size:
-            raise ValueError(f"APSCompressor: rank {rank} has sent {len(message)} bytes that are not of horovod_aps; "
-                             f"check that all ranks run the same program and version")
+            raise ValueError(
+                f"APSCompressor: rank {rank} has sent {len(message)} bytes that are not of horovod_aps; "
+                f"check that all ranks run the same program and version"
+            )
         kind, epoch, number = _FRONT.unpack_from(message)
         if kind == NUDGE:
             return int(number)
         if epoch >= self.epoch:  # what was said before an epoch ended is void
-            self._heard.setdefault((epoch, number), {})[rank] = (kind, message[_FRONT.size:])
+            self._heard.setdefault((epoch, number), {})[rank] = (kind, message[_FRONT.size :])
         return None
 
     def missing(self) -> set[int]:

@@ -56,9 +56,15 @@ class Tickets(Protocol):
 class Exchange:
     """APS all-reduce of batches of layers among the ranks of one process set."""
 
-    def __init__(self, kernels: Any, transport: Transport | None, options: Options,
-                 context: Callable[[], AbstractContextManager[Any]] = nullcontext, overlap: bool = False,
-                 choose_reduction: ChooseReduction = reduction_for) -> None:
+    def __init__(
+        self,
+        kernels: Any,
+        transport: Transport | None,
+        options: Options,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        overlap: bool = False,
+        choose_reduction: ChooseReduction = reduction_for,
+    ) -> None:
         """Made without a transport if the ranks have not met yet; `context` is for whoever launches its kernels.
 
         With `overlap` buckets of a known batch start as soon as they are full, before anybody waits.
@@ -148,8 +154,10 @@ class Exchange:
         while self._submitted:
             layer = self._submitted.popleft()
             if layer.name in self._pending:
-                raise ValueError(f"APSCompressor: {layer.name!r} was submitted twice before its result was used; "
-                                 f"give tensors of different models different names")
+                raise ValueError(
+                    f"APSCompressor: {layer.name!r} was submitted twice before its result was used; "
+                    f"give tensors of different models different names"
+                )
             self._pending[layer.name] = layer
             if self._flight is not None:
                 full |= self._flight.arrive(layer)
@@ -289,11 +297,17 @@ class Exchange:
     def state(self) -> dict[str, Any]:
         """Residuals and schedule position, as plain arrays and numbers."""
         if self.options.error_feedback and (self._pending or self._jobs or self._submitted):
-            raise ValueError("APSCompressor: with error_feedback the state is in flux between backward and step; call "
-                             "state_dict() after optimizer.step()")
+            raise ValueError(
+                "APSCompressor: with error_feedback the state is in flux between backward and step; call "
+                "state_dict() after optimizer.step()"
+            )
         measured = None if self._chooser is None else self._chooser.state()
-        return {"step_number": self.step_number, "residuals": self._residuals.state(), "overrides": self.chosen,
-                "auto": measured}
+        return {
+            "step_number": self.step_number,
+            "residuals": self._residuals.state(),
+            "overrides": self.chosen,
+            "auto": measured,
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a `state()`; what is on its way finishes first.
@@ -336,7 +350,7 @@ class Exchange:
         """Keep the memory of what is on its way for good: the network may still write into it."""
         works = [job.work for job in self._jobs]
         if self._flight is not None:
-            works += self._flight.works[self._flight.n_agreed:]
+            works += self._flight.works[self._flight.n_agreed :]
         if works:
             _abandoned.append(works)
             for work in works:
@@ -431,7 +445,7 @@ class Exchange:
         flight, self._flight = self._flight, None
         if flight is None:
             return
-        for work in flight.works[flight.n_agreed:]:
+        for work in flight.works[flight.n_agreed :]:
             work.lease.end()
         for name in flight.plan.make_up:  # the guess was wrong
             if self._plan_of.get(name) is flight.plan:
@@ -476,8 +490,18 @@ class Exchange:
         trace("talking about %d layers", len(layers))
         self.n_talks += 1
         self._talking, self._talked = True, set(self._pending)
-        self._say(TALK, agreement.proposal(self._specs(layers), [layer.factor for layer in layers], self.options,
-                                           step_number=self.step_number, chosen=self.chosen, waits=waits, whole=whole))
+        self._say(
+            TALK,
+            agreement.proposal(
+                self._specs(layers),
+                [layer.factor for layer in layers],
+                self.options,
+                step_number=self.step_number,
+                chosen=self.chosen,
+                waits=waits,
+                whole=whole,
+            ),
+        )
 
     def _settle(self, messages: list[bytes]) -> None:
         """Start the flight of what all ranks hold."""
@@ -522,8 +546,15 @@ class Exchange:
     def _remember(self, specs: list[LayerSpec]) -> Plan:
         assert self.transport is not None
         description = agreement.describe(specs, self.options)
-        plan = self._plans[description] = Plan(specs, description, self.transport.rank, self.transport.size,
-                                               self.options, self._is_warm(), self._choose_reduction)
+        plan = self._plans[description] = Plan(
+            specs,
+            description,
+            self.transport.rank,
+            self.transport.size,
+            self.options,
+            self._is_warm(),
+            self._choose_reduction,
+        )
         if len(self._plans) > MAX_PLANS:
             _, oldest = self._plans.popitem(last=False)
             self._plan_of = {name: plan for name, plan in self._plan_of.items() if plan is not oldest}
@@ -545,7 +576,7 @@ class Exchange:
         self.options = self.options.replace(overrides=overrides)
         self._chooser = None
         if self.transport.rank == 0:
-            logger.warning("formats chosen by overrides=\"auto\":\n%s", format_table(overrides))
+            logger.warning('formats chosen by overrides="auto":\n%s', format_table(overrides))
 
     # ---- buckets ------------------------------------------------------------------------------------------
 
@@ -568,8 +599,9 @@ class Exchange:
         index = len(flight.works)
         bucket, layers = flight.plan.buckets[index], flight.layers_of(index)
         phase = timeline.phases(self.step_number, index, len(layers))
-        work = Work(self.kernels, self.transport, self.options, bucket, layers, Lease(self._pool), phase,
-                    self.step_number)
+        work = Work(
+            self.kernels, self.transport, self.options, bucket, layers, Lease(self._pool), phase, self.step_number
+        )
         if self.options.error_feedback:
             work.owned += self._residuals.fold(layers, work.table, bucket.layer_of_segment)
         if self._chooser is not None:
@@ -640,8 +672,9 @@ class Exchange:
             work = job.work
             work.phase.end()
             work.lease.end()
-            self.statistics.add_layers(work.specs, work.layer_exponents, work.bucket.layer_of_segment, work.measured,
-                                       work.histograms)
+            self.statistics.add_layers(
+                work.specs, work.layer_exponents, work.bucket.layer_of_segment, work.measured, work.histograms
+            )
             for layer in work.layers:
                 layer.done = True
 
@@ -649,8 +682,9 @@ class Exchange:
 _abandoned: list[Any] = []
 
 
-def local_allreduce(per_rank: Sequence[Sequence[Layer]], options: Options, kernels: Any,
-                    exchanges: Sequence[Exchange] | None = None) -> list[Exchange]:
+def local_allreduce(
+    per_rank: Sequence[Sequence[Layer]], options: Options, kernels: Any, exchanges: Sequence[Exchange] | None = None
+) -> list[Exchange]:
     """Reduce `per_rank[r]`, the layers of emulated rank r, in one process, through the real exchange.
 
     Pass the returned exchanges in again to keep residuals and the step number over several calls.

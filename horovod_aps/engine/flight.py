@@ -17,8 +17,16 @@ from horovod_aps.transports.base import Request
 class Plan:
     """A batch whose make-up all ranks share: layer specs in bucket order, layouts, and how each bucket is reduced."""
 
-    def __init__(self, specs: Sequence[LayerSpec], description: str, rank: int, size: int, options: Options,
-                 warm: bool, choose_reduction: ChooseReduction = reduction_for) -> None:
+    def __init__(
+        self,
+        specs: Sequence[LayerSpec],
+        description: str,
+        rank: int,
+        size: int,
+        options: Options,
+        warm: bool,
+        choose_reduction: ChooseReduction = reduction_for,
+    ) -> None:
         self.specs = list(specs)
         self.options, self.warm = options, warm
         self.make_up = {spec.name: (spec.shape, spec.dtype) for spec in self.specs}

@@ -21,8 +21,9 @@ N_BINS = (2**BINS.exp_bits - 1) * 2**BINS.man_bits - 1  # codes above zero
 SAMPLE = 1 << 14  # values per layer and step that are put into the histogram
 
 
-def exponent_histograms(kernels: Kernels, table: Table, layer_of_segment: np.ndarray, n_layers: int,
-                        step: int) -> np.ndarray:
+def exponent_histograms(
+    kernels: Kernels, table: Table, layer_of_segment: np.ndarray, n_layers: int, step: int
+) -> np.ndarray:
     """How many values of each layer lie how far below its shared exponent E, in half binades, from 2^(E+2) down.
 
     Every layer gives up to about SAMPLE values, another stretch of it in every step; zeros are not counted. Layers in
@@ -43,7 +44,7 @@ def exponent_histograms(kernels: Kernels, table: Table, layer_of_segment: np.nda
     kernels.encode(trial, codes)
     found = np.zeros((n_layers, N_BINS), np.int64)
     for layer, start, count in zip(owner.tolist(), trial["offset"].tolist(), n.tolist()):
-        bins = np.bincount(codes[start:start + count] & (2**(BINS.bits - 1) - 1), minlength=N_BINS + 1)
+        bins = np.bincount(codes[start : start + count] & (2 ** (BINS.bits - 1) - 1), minlength=N_BINS + 1)
         found[layer] += bins[N_BINS:0:-1]
     return found
 
@@ -70,11 +71,17 @@ class LayerStatistics:
         measured = self.n_measured > 0
         share = self.n_underflowed / (self.n_measured * max(1, self.n_elements)) if measured else None
         error = (self.squared_error / self.squared_norm) ** 0.5 if measured and self.squared_norm else None
-        return {"format": self.format, "n_elements": self.n_elements, "exponent": self.exponent,
-                "n_exchanges": self.n_exchanges, "n_nonfinite": self.n_nonfinite,
-                "underflow": share, "relative_error": 0.0 if measured and error is None else error,
-                "histogram": None if self.histogram is None else np.trim_zeros(self.histogram, "b").tolist(),
-                "history": list(self.history)}
+        return {
+            "format": self.format,
+            "n_elements": self.n_elements,
+            "exponent": self.exponent,
+            "n_exchanges": self.n_exchanges,
+            "n_nonfinite": self.n_nonfinite,
+            "underflow": share,
+            "relative_error": 0.0 if measured and error is None else error,
+            "histogram": None if self.histogram is None else np.trim_zeros(self.histogram, "b").tolist(),
+            "history": list(self.history),
+        }
 
 
 class Statistics:
@@ -90,8 +97,14 @@ class Statistics:
         self.bytes_sent += sent
         self.bytes_fp32 += fp32
 
-    def add_layers(self, specs: Sequence[LayerSpec], exponents: np.ndarray, layer_of_segment: np.ndarray,
-                   measured: np.ndarray | None, histograms: np.ndarray | None = None) -> None:
+    def add_layers(
+        self,
+        specs: Sequence[LayerSpec],
+        exponents: np.ndarray,
+        layer_of_segment: np.ndarray,
+        measured: np.ndarray | None,
+        histograms: np.ndarray | None = None,
+    ) -> None:
         """Take in the exponents of one bucket's layers and, where given, the kernels' measurements."""
         sums = None
         if measured is not None:
@@ -115,8 +128,18 @@ class Statistics:
                     entry.histogram = histograms[i] + (0 if entry.histogram is None else entry.histogram)
                 self._remember(entry, exponent, underflowed, squared_error, squared_norm)
 
-    def add_carried(self, name: str, kernels: Kernels, segment: Table, message: Bytes, exponent: int,
-                    item_size: int, options: Options, n_ranks: int, step: int) -> None:
+    def add_carried(
+        self,
+        name: str,
+        kernels: Kernels,
+        segment: Table,
+        message: Bytes,
+        exponent: int,
+        item_size: int,
+        options: Options,
+        n_ranks: int,
+        step: int,
+    ) -> None:
         """Take in one layer just encoded from `segment`: its bytes, `item_size` per value, and what rounding did.
 
         What the sum in float16 does to it is not counted.
@@ -145,5 +168,9 @@ class Statistics:
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, ready for JSON."""
         ratio = self.bytes_sent / self.bytes_fp32 if self.bytes_fp32 else None
-        return {"bytes_sent": self.bytes_sent, "bytes_fp32": self.bytes_fp32, "ratio": ratio,
-                "layers": {name: entry.as_dict() for name, entry in self.layers.items()}}
+        return {
+            "bytes_sent": self.bytes_sent,
+            "bytes_fp32": self.bytes_fp32,
+            "ratio": ratio,
+            "layers": {name: entry.as_dict() for name, entry in self.layers.items()},
+        }

@@ -13,5 +13,12 @@ from horovod_aps.keras.callbacks import (
 from horovod_aps.keras.optimizer import DistributedOptimizer, load_model
 from horovod_aps.tensorflow import APSCompressor
 
-__all__ = ["APSCompressor", "BroadcastGlobalVariablesCallback", "DistributedOptimizer", "LearningRateScheduleCallback",
-           "LearningRateWarmupCallback", "MetricAverageCallback", "load_model"]
+__all__ = [
+    "APSCompressor",
+    "BroadcastGlobalVariablesCallback",
+    "DistributedOptimizer",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+    "load_model",
+]

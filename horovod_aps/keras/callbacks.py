@@ -17,8 +17,14 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     should differ.
     """
 
-    def __init__(self, root_rank: int = 0, device: str = "", local_variables: Iterable[keras.Variable] | None = None,
-                 *, process_set: Any = hvd.global_process_set) -> None:
+    def __init__(
+        self,
+        root_rank: int = 0,
+        device: str = "",
+        local_variables: Iterable[keras.Variable] | None = None,
+        *,
+        process_set: Any = hvd.global_process_set,
+    ) -> None:
         """As Horovod's: `device` is where to broadcast, and `local_variables` stay as they are on each rank."""
         super().__init__()
         self.root_rank, self.device, self.process_set = root_rank, device, process_set
@@ -61,8 +67,9 @@ class MetricAverageCallback(keras.callbacks.Callback):
         if logs:
             names = sorted(logs)
             with tf.device(self.device):
-                values = hvd.allreduce(tf.constant([float(logs[name]) for name in names], tf.float64),
-                                       process_set=self.process_set)
+                values = hvd.allreduce(
+                    tf.constant([float(logs[name]) for name in names], tf.float64), process_set=self.process_set
+                )
             logs.update(zip(names, values.numpy().tolist()))
 
 
@@ -73,9 +80,17 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     changes at the start of an epoch; else at every batch, and `epoch` is a fraction.
     """
 
-    def __init__(self, initial_lr: float, multiplier: float | Callable[[float], float], start_epoch: int = 0,
-                 end_epoch: int | None = None, staircase: bool = True, momentum_correction: bool = False,
-                 steps_per_epoch: int | None = None, verbose: int = 0) -> None:
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = False,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
         """As Horovod's.
 
         `steps_per_epoch` is needed only without `staircase`, for data whose length Keras does not know, such as a
@@ -87,8 +102,10 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if initial_lr is None:
             raise ValueError(f"{who}: initial_lr must be given")
         if momentum_correction:
-            raise ValueError(f"{who}: momentum_correction must be False, got {momentum_correction!r}: Keras 3 compiles "
-                             f"the momentum into the training step, so that it cannot be corrected at a batch")
+            raise ValueError(
+                f"{who}: momentum_correction must be False, got {momentum_correction!r}: Keras 3 compiles "
+                f"the momentum into the training step, so that it cannot be corrected at a batch"
+            )
         self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
         self.initial_lr, self.staircase, self.verbose = initial_lr, staircase, verbose
         self.start_epoch, self.end_epoch, self.steps_per_epoch = start_epoch, end_epoch, steps_per_epoch
@@ -123,16 +140,23 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     def _n_batches(self) -> int:
         n_batches = self.steps_per_epoch or self.params.get("steps")
         if not n_batches:
-            raise ValueError(f"{type(self).__name__}: Keras does not know how many batches an epoch has; give "
-                             f"steps_per_epoch")
+            raise ValueError(
+                f"{type(self).__name__}: Keras does not know how many batches an epoch has; give steps_per_epoch"
+            )
         return n_batches
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raises the learning rate linearly from initial_lr / size to initial_lr in the first epochs."""
 
-    def __init__(self, initial_lr: float, warmup_epochs: int = 5, momentum_correction: bool = False,
-                 steps_per_epoch: int | None = None, verbose: int = 0) -> None:
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = False,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
         """As Horovod's; see `LearningRateScheduleCallback`."""
         if warmup_epochs < 1:
             raise ValueError(f"LearningRateWarmupCallback: warmup_epochs must be at least 1, got {warmup_epochs}")

@@ -36,9 +36,7 @@ class _StraightThrough(torch.autograd.Function):
     """Quantise activations on the way forward and gradients on the way back."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, forward: tuple[int, int], backward: tuple[int, int]
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, forward: tuple[int, int], backward: tuple[int, int]) -> torch.Tensor:
         ctx.backward_format = backward
         return x.clone() if forward == FLOAT32 else float_quantize(x, *forward)
 
@@ -56,9 +54,7 @@ def _check_pair(where: str, value: Any) -> tuple[int, int]:
     return _native.check_format(where, *value)
 
 
-def quantizer(
-    x: torch.Tensor, forward: tuple[int, int] = FLOAT32, backward: tuple[int, int] = FLOAT32
-) -> torch.Tensor:
+def quantizer(x: torch.Tensor, forward: tuple[int, int] = FLOAT32, backward: tuple[int, int] = FLOAT32) -> torch.Tensor:
     """Quantise `x` to the format `forward`, and the gradient that comes back to the format `backward`.
 
     The derivative of rounding is taken to be one (straight-through), once: there is no second derivative.

@@ -91,8 +91,7 @@ class EmulatedOptimizer:
         for name, parameter in self._parameters.items():
             if parameter.dtype not in DTYPE_CODES:
                 raise TypeError(
-                    f"EmulatedOptimizer: parameter {name!r} must be of a real floating type, got "
-                    f"{parameter.dtype}"
+                    f"EmulatedOptimizer: parameter {name!r} must be of a real floating type, got {parameter.dtype}"
                 )
         self._collected: list[dict[str, torch.Tensor]] = []
         self._exchanges: list[Exchange] | None = None
@@ -103,9 +102,7 @@ class EmulatedOptimizer:
             for name, parameter in self._parameters.items()
         ]
 
-    def _name(
-        self, named: Iterable[tuple[str, torch.nn.Parameter]] | None
-    ) -> list[tuple[str, torch.nn.Parameter]]:
+    def _name(self, named: Iterable[tuple[str, torch.nn.Parameter]] | None) -> list[tuple[str, torch.nn.Parameter]]:
         groups = self.optimizer.param_groups
         if named is None:
             return [
@@ -144,9 +141,7 @@ class EmulatedOptimizer:
     def collect(self) -> None:
         """Take the parameters' gradients as those of the next rank, and clear them."""
         if len(self._collected) == self.n_ranks:
-            raise ValueError(
-                f"EmulatedOptimizer: collect must be called {self.n_ranks} times per step, got one more"
-            )
+            raise ValueError(f"EmulatedOptimizer: collect must be called {self.n_ranks} times per step, got one more")
         for hook in self._hooks:  # rank 0's first backward has settled the order
             hook.remove()
         self._hooks = []
@@ -176,8 +171,7 @@ class EmulatedOptimizer:
         """Put the average over the collected ranks, as the exchange computes it, into every `.grad`."""
         if len(self._collected) != self.n_ranks:
             raise ValueError(
-                f"EmulatedOptimizer: collect must be called {self.n_ranks} times per step, got "
-                f"{len(self._collected)}"
+                f"EmulatedOptimizer: collect must be called {self.n_ranks} times per step, got {len(self._collected)}"
             )
         collected, self._collected = self._collected, []
         names = [*self._order, *(name for name in self._parameters if name not in self._order)]

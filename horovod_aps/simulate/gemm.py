@@ -44,9 +44,7 @@ class _QuantMatmul(torch.autograd.Function):
     """x @ weight.T by `quant_gemm`, and both of its gradients too."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, options: tuple[int, int, bool]
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, options: tuple[int, int, bool]) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.options = options
         return quant_gemm(x, weight.t(), *options)
@@ -109,16 +107,12 @@ class QuantConv2d(torch.nn.Conv2d):
         if x.dim() != 4:
             raise ValueError(f"QuantConv2d: x must have 4 dimensions, got {x.dim()}")
         height, width = (
-            (x.shape[2 + i] + 2 * self._pad[i] - self.dilation[i] * (self.kernel_size[i] - 1) - 1)
-            // self.stride[i]
-            + 1
+            (x.shape[2 + i] + 2 * self._pad[i] - self.dilation[i] * (self.kernel_size[i] - 1) - 1) // self.stride[i] + 1
             for i in (0, 1)
         )
         columns = F.unfold(x, self.kernel_size, self.dilation, self._pad, self.stride)  # B, C*kh*kw, L
         out = []
-        for group, weight in zip(
-            columns.chunk(self.groups, 1), self.weight.chunk(self.groups, 0), strict=True
-        ):
+        for group, weight in zip(columns.chunk(self.groups, 1), self.weight.chunk(self.groups, 0), strict=True):
             rows = group.transpose(1, 2).reshape(-1, group.shape[1])  # B*L, C*kh*kw
             out.append(_QuantMatmul.apply(rows, weight.flatten(1), self.quant_options))
         result = torch.cat(out, 1).reshape(x.shape[0], height * width, self.out_channels)

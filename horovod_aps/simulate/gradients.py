@@ -79,12 +79,10 @@ def sum_gradients(
     n_layers = len(per_rank_grads[0])
     if any(len(grads) != n_layers for grads in per_rank_grads):
         raise ValueError(
-            f"sum_gradients: every rank must have {n_layers} layers, got "
-            f"{[len(grads) for grads in per_rank_grads]}"
+            f"sum_gradients: every rank must have {n_layers} layers, got {[len(grads) for grads in per_rank_grads]}"
         )
     return [
-        _sum_layer([grads[layer] for grads in per_rank_grads], e, m, aps, kahan, groups)
-        for layer in range(n_layers)
+        _sum_layer([grads[layer] for grads in per_rank_grads], e, m, aps, kahan, groups) for layer in range(n_layers)
     ]
 
 
@@ -101,9 +99,7 @@ def _sum_layer(
                 f"{getattr(grad, 'dtype', '')} {type(grad).__name__}"
             )
     if any(grad.shape != present[0].shape for grad in present):
-        raise ValueError(
-            f"sum_gradients: shapes must agree between ranks, got {[tuple(g.shape) for g in present]}"
-        )
+        raise ValueError(f"sum_gradients: shapes must agree between ranks, got {[tuple(g.shape) for g in present]}")
     values = [torch.zeros_like(present[0]) if grad is None else grad.detach() for grad in grads]
 
     # The format's top exponent is its bias, which is also what CPD shifts to.
@@ -112,8 +108,6 @@ def _sum_layer(
     values = [float_quantize(_ldexp(value, shift).float(), e, m) for value in values]
 
     bounds = [len(values) * group // groups for group in range(groups + 1)]
-    partial = [
-        _add_in_order(values[low:high], e, m, kahan) for low, high in zip(bounds, bounds[1:], strict=False)
-    ]
+    partial = [_add_in_order(values[low:high], e, m, kahan) for low, high in zip(bounds, bounds[1:], strict=False)]
     total = _add_in_order(partial, e, m, kahan) if groups > 1 else partial[0]
     return _ldexp(total, -shift).to(torch.float64 if present[0].dtype == torch.float64 else torch.float32)

@@ -28,14 +28,15 @@ def array_at(address: int, layer: Layer) -> np.ndarray:
     return np.frombuffer(memoryview((ctypes.c_uint8 * n_bytes).from_address(address)), dtype)
 
 
-def carry(layers: Sequence[Layer], options: Options, step_number: int, process_set: Any,
-          statistics: Statistics) -> None:
+def carry(
+    layers: Sequence[Layer], options: Options, step_number: int, process_set: Any, statistics: Statistics
+) -> None:
     """All-reduce layers in two plain all-reduces, which ranks in hvd.join() take part in with zeros."""
 
     def account(name: str) -> Callable[[Table, Bytes, int], None]:
         return lambda segment, message, exponent: statistics.add_carried(
-            name, kernels, segment, message, exponent, ITEM_SIZES[place.dtype], options, process_set.size(),
-            step_number)
+            name, kernels, segment, message, exponent, ITEM_SIZES[place.dtype], options, process_set.size(), step_number
+        )
 
     kernels = CpuKernels()
     place = carrier.carrier_place(options, process_set.size(), mpi_ops.gloo_enabled())
@@ -48,11 +49,21 @@ def carry(layers: Sequence[Layer], options: Options, step_number: int, process_s
     values = np.empty(sum(counts), np.dtype(DTYPE_NAMES[place.dtype]))
     ends = np.cumsum(counts)
     for layer, n, end, word in zip(layers, counts, ends, words[:-2]):
-        carrier.fill_carrier(kernels, layer.source, n, layer.dtype, values[end - n:end].ctypes.data, word, place,
-                             options, seed, account(layer.shown))
+        carrier.fill_carrier(
+            kernels,
+            layer.source,
+            n,
+            layer.dtype,
+            values[end - n : end].ctypes.data,
+            word,
+            place,
+            options,
+            seed,
+            account(layer.shown),
+        )
     totals = allreduce(values, mpi_ops.Sum, process_set.process_set_id)
     for layer, n, end, word in zip(layers, counts, ends, words[:-2]):
         power, finite = carrier.back_scale(word, place)
         # float64 holds every sum times every power of two that occurs, so this rounds once
-        scaled = np.ldexp(totals[end - n:end].astype(np.float64), power) * layer.factor
+        scaled = np.ldexp(totals[end - n : end].astype(np.float64), power) * layer.factor
         array_at(layer.target, layer)[:] = scaled if finite else np.nan

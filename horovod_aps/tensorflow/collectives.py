@@ -16,6 +16,13 @@ from tensorflow.python.eager.context import eager_mode
 def allreduce(values: np.ndarray, op: int, process_set_id: int) -> np.ndarray:
     """Horovod's own all-reduce of an array."""
     with eager_mode(), tf.device("/CPU:0"):
-        return np.asarray(mpi_ops.MPI_LIB.horovod_allreduce(
-            tf.convert_to_tensor(values), reduce_op=op, prescale_factor=1.0, postscale_factor=1.0,
-            ignore_name_scope=True, process_set_id=process_set_id))
+        return np.asarray(
+            mpi_ops.MPI_LIB.horovod_allreduce(
+                tf.convert_to_tensor(values),
+                reduce_op=op,
+                prescale_factor=1.0,
+                postscale_factor=1.0,
+                ignore_name_scope=True,
+                process_set_id=process_set_id,
+            )
+        )

@@ -38,8 +38,11 @@ class APSCompressor(BaseCompressor, Compressor):
         self._used = False
         seam.register(self)
         if next(_ids) % MANY == 0:
-            warnings.warn(f"APSCompressor: {MANY} more were made in this process; make one before the training loop, "
-                          f"since Horovod traces its all-reduce anew for every one and keeps it", stacklevel=3)
+            warnings.warn(
+                f"APSCompressor: {MANY} more were made in this process; make one before the training loop, "
+                f"since Horovod traces its all-reduce anew for every one and keeps it",
+                stacklevel=3,
+            )
 
     def __hash__(self) -> int:
         # Horovod looks its all-reduce functions up by their arguments, so this is the first thing that the stock
@@ -74,9 +77,12 @@ def _warn_of_idle_compressors() -> None:
     if config.launcher_rank() == "0" and config.launcher_size() != "1":
         for compressor in seam.compressors():
             if not compressor._used:
-                logger.warning("%r was never used: no gradient went through it, and replicas may differ. Horovod's "
-                               "load_model on Keras 3 (use horovod_aps.keras.load_model) and its Adasum optimizer for "
-                               "tf.compat.v1 ignore compressors", compressor)
+                logger.warning(
+                    "%r was never used: no gradient went through it, and replicas may differ. Horovod's "
+                    "load_model on Keras 3 (use horovod_aps.keras.load_model) and its Adasum optimizer for "
+                    "tf.compat.v1 ignore compressors",
+                    compressor,
+                )
 
 
 def _refuse_stock_keras3() -> None:
@@ -93,7 +99,8 @@ def _refuse_stock_keras3() -> None:
                 raise ValueError(
                     "APSCompressor: Horovod's DistributedOptimizer never all-reduces on Keras 3; use "
                     "horovod_aps.keras.DistributedOptimizer with the same arguments, or tf-keras with "
-                    "TF_USE_LEGACY_KERAS=1")
+                    "TF_USE_LEGACY_KERAS=1"
+                )
             return
         if frame.f_back is None:
             return

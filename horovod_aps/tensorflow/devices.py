@@ -23,13 +23,21 @@ from horovod_aps.kernels.cuda import CudaKernels
 class _DLTensor(ctypes.Structure):
     """The beginning of what a DLPack capsule points to."""
 
-    _fields_ = [("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
-                ("ndim", ctypes.c_int32), ("dtype", ctypes.c_int32), ("shape", ctypes.c_void_p),
-                ("strides", ctypes.c_void_p), ("byte_offset", ctypes.c_uint64)]
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+    ]
 
 
 _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
-    ("PyCapsule_GetPointer", ctypes.pythonapi))
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
 
 
 @cache
@@ -38,8 +46,11 @@ def array_module() -> Any:
     try:
         return import_module("cupy")
     except ImportError:
-        warnings.warn("APSCompressor: CuPy is not installed, so gradients are copied from the GPU to the host and "
-                      "packed there; pip install horovod_aps[cuda]", stacklevel=2)
+        warnings.warn(
+            "APSCompressor: CuPy is not installed, so gradients are copied from the GPU to the host and "
+            "packed there; pip install horovod_aps[cuda]",
+            stacklevel=2,
+        )
         return None
 
 

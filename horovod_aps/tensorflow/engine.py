@@ -70,21 +70,30 @@ class Call:
 
     def select(self, positions: Sequence[int]) -> Call:
         """The same call for some of its tensors."""
-        return replace(self, names=tuple(self.names[i] for i in positions),
-                       labels=tuple(self.labels[i] for i in positions) if self.labels else ())
+        return replace(
+            self,
+            names=tuple(self.names[i] for i in positions),
+            labels=tuple(self.labels[i] for i in positions) if self.labels else (),
+        )
 
     def gradient(self) -> Call:
         """The call that reduces the gradients of this one's results."""
-        return replace(self, names=tuple(f"{name}_grad" for name in self.names), stem=f"{self.stem}_grad",
-                       labels=tuple(f"{label}_grad" for label in self.labels))
+        return replace(
+            self,
+            names=tuple(f"{name}_grad" for name in self.names),
+            stem=f"{self.stem}_grad",
+            labels=tuple(f"{label}_grad" for label in self.labels),
+        )
 
 
 def run(call: Call, ticket: np.ndarray, arrays: Sequence[Any]) -> list[np.ndarray]:
     """Reduce arrays over all ranks; `ticket` is the sum of what they said in `order.ticket`."""
     arrays = [np.ascontiguousarray(array).reshape(np.shape(array)) for array in arrays]
     results = [_aligned_like(array) for array in arrays]
-    layers = [_layer(call, i, array.shape, array.dtype.name, array.ctypes.data, result.ctypes.data)
-              for i, (array, result) in enumerate(zip(arrays, results))]
+    layers = [
+        _layer(call, i, array.shape, array.dtype.name, array.ctypes.data, result.ctypes.data)
+        for i, (array, result) in enumerate(zip(arrays, results))
+    ]
     with _turn(call, ticket):
         _reduce(call, ticket, layers)
     return results
@@ -127,8 +136,10 @@ def _reduce_tensors(call: Call, ticket: np.ndarray, values: Sequence[tf.Tensor],
     else:
         context = nullcontext()
         found = zip([_address(value) for value in values], [_address(result) for result in results])
-    layers = [_layer(call, i, tuple(value.shape), value.dtype.name, source, target)
-              for i, (value, (source, target)) in enumerate(zip(values, found))]
+    layers = [
+        _layer(call, i, tuple(value.shape), value.dtype.name, source, target)
+        for i, (value, (source, target)) in enumerate(zip(values, found))
+    ]
     with context:
         _reduce(call, ticket, layers, gpu)
     return results
@@ -142,12 +153,19 @@ def _address(tensor: tf.Tensor) -> int:
 def _aligned_like(array: np.ndarray) -> np.ndarray:
     raw = np.empty(array.nbytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
-    return raw[start:start + array.nbytes].view(array.dtype).reshape(array.shape)
+    return raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
 
 
 def _layer(call: Call, position: int, shape: Any, dtype: str, source: int, target: int) -> Layer:
-    return Layer(call.names[position], shape, DTYPE_CODES[dtype], source, target, call.factor,
-                 label=call.labels[position] if call.labels else "")
+    return Layer(
+        call.names[position],
+        shape,
+        DTYPE_CODES[dtype],
+        source,
+        target,
+        call.factor,
+        label=call.labels[position] if call.labels else "",
+    )
 
 
 def _process_set(call: Call) -> Any:
@@ -172,8 +190,10 @@ def _reduce(call: Call, ticket: np.ndarray, layers: list[Layer], gpu: str | None
         return
     n_present = int(ticket[order.PRESENT])
     if n_present != size:
-        raise ValueError(f"APSCompressor: {size - n_present} of {size} ranks are in hvd.join(), which only a plain "
-                         f'all-reduce can go on without; use APSCompressor(..., transport="allreduce")')
+        raise ValueError(
+            f"APSCompressor: {size - n_present} of {size} ranks are in hvd.join(), which only a plain "
+            f'all-reduce can go on without; use APSCompressor(..., transport="allreduce")'
+        )
     exchange = _exchange(call, process_set, ticket, gpu)
     try:
         for layer in layers:
@@ -199,8 +219,10 @@ def _exchange(call: Call, process_set: Any, ticket: np.ndarray, gpu: str | None)
         # After an elastic reset the same call site has another link, and perhaps other ranks.
         for old in [old for old in compressor._exchanges if (old.process_set_id, old.place) == (key[0], key.place)]:
             compressor._retire_exchange(old)
-        exchange = compressor._keep_exchange(key, Exchange(devices.kernels() if gpu else CpuKernels(),
-                                                           link.shared.channel(key.place), compressor._options))
+        exchange = compressor._keep_exchange(
+            key,
+            Exchange(devices.kernels() if gpu else CpuKernels(), link.shared.channel(key.place), compressor._options),
+        )
         compressor._link_of[key] = link
     return exchange
 
@@ -228,9 +250,12 @@ def _link(call: Call, process_set: Any, ticket: np.ndarray) -> _Link:
             addresses = allreduce(sockets.listener().words(rank, len(ranks)), mpi_ops.Sum, ps_id)
         name = f"{ps_id} {ranks} {call.stem}"  # compressors need not be made in the same order here
         n_able = len(ranks) if speak_mpi else 0
-        link = links[ps_id] = _Link(SharedTransport(make_link(name, ranks, ranks.index(mpi_ops.rank()), n_able,
-                                                              addresses)),
-                                    _world_numbers[ps_id], ranks, rank)
+        link = links[ps_id] = _Link(
+            SharedTransport(make_link(name, ranks, ranks.index(mpi_ops.rank()), n_able, addresses)),
+            _world_numbers[ps_id],
+            ranks,
+            rank,
+        )
         order.has_link(ps_id)
     return link
 

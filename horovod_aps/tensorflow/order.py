@@ -130,8 +130,10 @@ def _predecessor(graphs: list[Any]) -> list[Any]:
 def _caller(branch: Any) -> Any:
     """The cond that runs a branch, in the graph around it; None while the cond is still being built."""
     for op in reversed(branch.outer_graph.get_operations()):
-        if op.type in ("If", "StatelessIf") and branch.name in (op.get_attr("then_branch").name,
-                                                                 op.get_attr("else_branch").name):
+        if op.type in ("If", "StatelessIf") and branch.name in (
+            op.get_attr("then_branch").name,
+            op.get_attr("else_branch").name,
+        ):
             return op
     return None
 

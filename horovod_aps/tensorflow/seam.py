@@ -63,30 +63,64 @@ def compressors() -> list[APSCompressor]:
 
 @tf.experimental.dispatch_for_api(mpi_ops.MPI_LIB.horovod_allreduce, {"tensor": WireTensor})
 @do_not_convert
-def _allreduce(tensor: WireTensor, reduce_op: int, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-               ignore_name_scope: bool = False, process_set_id: int = 0, name: Any = None) -> tf.Tensor:
+def _allreduce(
+    tensor: WireTensor,
+    reduce_op: int,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    ignore_name_scope: bool = False,
+    process_set_id: int = 0,
+    name: Any = None,
+) -> tf.Tensor:
     if name is None and _owner([tensor])._options.error_feedback:
-        raise ValueError("APSCompressor: error_feedback must know a tensor from step to step; give hvd.allreduce "
-                         "a name")
+        raise ValueError(
+            "APSCompressor: error_feedback must know a tensor from step to step; give hvd.allreduce a name"
+        )
     _advise_groups(_owner([tensor]))
-    call = engine.Call(_owner([tensor]), (name or engine.UNNAMED,), name or engine.UNNAMED, reduce_op,
-                       prescale_factor * postscale_factor, process_set_id)
+    call = engine.Call(
+        _owner([tensor]),
+        (name or engine.UNNAMED,),
+        name or engine.UNNAMED,
+        reduce_op,
+        prescale_factor * postscale_factor,
+        process_set_id,
+    )
     return _reduce(call, [tensor.value])[0]
 
 
 @tf.experimental.dispatch_for_api(mpi_ops.MPI_LIB.horovod_grouped_allreduce, {"tensors": List[WireTensor]})  # noqa: UP006
 @do_not_convert
-def _grouped_allreduce(tensors: Sequence[WireTensor], reduce_op: int, prescale_factor: float = 1.0,
-                       postscale_factor: float = 1.0, ignore_name_scope: bool = False, process_set_id: int = 0,
-                       name: Any = None) -> list[tf.Tensor]:
+def _grouped_allreduce(
+    tensors: Sequence[WireTensor],
+    reduce_op: int,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    ignore_name_scope: bool = False,
+    process_set_id: int = 0,
+    name: Any = None,
+) -> list[tf.Tensor]:
     stem = name or engine.UNNAMED
     values = [tensor.value for tensor in tensors]
-    return allreduce_group(_owner(tensors), values, _labels(tensors, stem), stem, reduce_op,
-                           prescale_factor * postscale_factor, process_set_id)
+    return allreduce_group(
+        _owner(tensors),
+        values,
+        _labels(tensors, stem),
+        stem,
+        reduce_op,
+        prescale_factor * postscale_factor,
+        process_set_id,
+    )
 
 
-def allreduce_group(compressor: APSCompressor, values: list[tf.Tensor], labels: Sequence[str], stem: str, op: int,
-                    factor: float, process_set_id: int) -> list[tf.Tensor]:
+def allreduce_group(
+    compressor: APSCompressor,
+    values: list[tf.Tensor],
+    labels: Sequence[str],
+    stem: str,
+    op: int,
+    factor: float,
+    process_set_id: int,
+) -> list[tf.Tensor]:
     """All-reduce tensors together; overrides and statistics know them by `labels`, all ranks by `stem`."""
     times = Counter(labels)
     unique = tuple(label if times[label] == 1 else f"{label}.{i}" for i, label in enumerate(labels))
@@ -106,16 +140,29 @@ def _labels(tensors: Sequence[WireTensor], stem: str) -> list[str]:
 
 @tf.experimental.dispatch_for_api(mpi_ops.MPI_LIB.horovod_reducescatter, {"tensor": WireTensor})
 @do_not_convert
-def _reducescatter(tensor: WireTensor, reduce_op: int, ignore_name_scope: bool = False, process_set_id: int = 0,
-                   prescale_factor: float = 1.0, postscale_factor: float = 1.0, name: Any = None) -> Any:
+def _reducescatter(
+    tensor: WireTensor,
+    reduce_op: int,
+    ignore_name_scope: bool = False,
+    process_set_id: int = 0,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: Any = None,
+) -> Any:
     raise ValueError("APSCompressor: hvd.reducescatter is not supported; use hvd.Compression.none for it")
 
 
 @tf.experimental.dispatch_for_api(mpi_ops.MPI_LIB.horovod_grouped_reducescatter, {"tensors": List[WireTensor]})  # noqa: UP006
 @do_not_convert
-def _grouped_reducescatter(tensors: Sequence[WireTensor], reduce_op: int, ignore_name_scope: bool = False,
-                           process_set_id: int = 0, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-                           name: Any = None) -> Any:
+def _grouped_reducescatter(
+    tensors: Sequence[WireTensor],
+    reduce_op: int,
+    ignore_name_scope: bool = False,
+    process_set_id: int = 0,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: Any = None,
+) -> Any:
     raise ValueError("APSCompressor: hvd.grouped_reducescatter is not supported; use hvd.Compression.none for it")
 
 
@@ -125,9 +172,11 @@ def _advise_groups(compressor: APSCompressor) -> None:
         return
     compressor._n_single += 1
     if compressor._n_single == MANY_SINGLE:
-        warnings.warn(f"APSCompressor: {MANY_SINGLE} tensors are exchanged one by one; groups=1 in "
-                      f"DistributedGradientTape or DistributedOptimizer exchanges them all together, and much faster",
-                      stacklevel=2)
+        warnings.warn(
+            f"APSCompressor: {MANY_SINGLE} tensors are exchanged one by one; groups=1 in "
+            f"DistributedGradientTape or DistributedOptimizer exchanges them all together, and much faster",
+            stacklevel=2,
+        )
 
 
 def _owner(tensors: Sequence[WireTensor]) -> APSCompressor:
@@ -137,8 +186,9 @@ def _owner(tensors: Sequence[WireTensor]) -> APSCompressor:
 def _reduce(call: engine.Call, values: list[tf.Tensor]) -> list[tf.Tensor]:
     """Exchange the floating-point tensors of a call; the others take Horovod's own way."""
     if call.op not in (mpi_ops.Average, mpi_ops.Sum):
-        raise ValueError(f"APSCompressor: op must be Average or Sum, got {_op_name(call.op)}; "
-                         f"use hvd.Compression.none for it")
+        raise ValueError(
+            f"APSCompressor: op must be Average or Sum, got {_op_name(call.op)}; use hvd.Compression.none for it"
+        )
     call.compressor._used = True
     elastic = bool(int(os.environ.get("HOROVOD_ELASTIC", "0")))
     alone = mpi_ops.size() == 1 and not elastic
@@ -147,11 +197,18 @@ def _reduce(call: engine.Call, values: list[tf.Tensor]) -> list[tf.Tensor]:
     for i, value in enumerate(values):
         if alone or not value.dtype.is_floating:
             results[i] = mpi_ops.MPI_LIB.horovod_allreduce(
-                value, reduce_op=call.op, prescale_factor=call.factor, postscale_factor=1.0,
-                ignore_name_scope=False, process_set_id=call.process_set_id, name=_op_label(call.names[i]))
+                value,
+                reduce_op=call.op,
+                prescale_factor=call.factor,
+                postscale_factor=1.0,
+                ignore_name_scope=False,
+                process_set_id=call.process_set_id,
+                name=_op_label(call.names[i]),
+            )
         elif value.dtype.name not in engine.DTYPE_CODES:
-            raise TypeError(f"APSCompressor: tensors must be float32, float64, float16 or bfloat16, "
-                            f"got {value.dtype.name}")
+            raise TypeError(
+                f"APSCompressor: tensors must be float32, float64, float16 or bfloat16, got {value.dtype.name}"
+            )
         else:
             ours.append(i)
     if ours:
@@ -182,19 +239,33 @@ def _exchange(call: engine.Call, values: list[tf.Tensor]) -> list[tf.Tensor]:
         # Horovod's own op, which blocks no thread: nobody enters the exchange before all ranks are here, and ranks in
         # hvd.join() show.
         ticket = mpi_ops.MPI_LIB.horovod_allreduce(
-            order.ticket(call.process_set_id, call.packed), reduce_op=mpi_ops.Sum, prescale_factor=1.0,
-            postscale_factor=1.0, ignore_name_scope=False, process_set_id=call.process_set_id,
-            name=_op_label(f"{call.stem}_ticket"))
+            order.ticket(call.process_set_id, call.packed),
+            reduce_op=mpi_ops.Sum,
+            prescale_factor=1.0,
+            postscale_factor=1.0,
+            ignore_name_scope=False,
+            process_set_id=call.process_set_id,
+            name=_op_label(f"{call.stem}_ticket"),
+        )
     gpu = devices.gpu_for_graph(values)
     dtypes = [value.dtype for value in values]
     with tf.device(gpu or "/CPU:0"), order.in_sequence() as sequence:
         with tf.control_dependencies(sequence.before):
             if gpu:
-                results = tf.py_function(lambda ticket, *tensors: engine.run_on_gpu(call, gpu, ticket, tensors),
-                                         [ticket, *values], dtypes, name="APSExchange")
+                results = tf.py_function(
+                    lambda ticket, *tensors: engine.run_on_gpu(call, gpu, ticket, tensors),
+                    [ticket, *values],
+                    dtypes,
+                    name="APSExchange",
+                )
             else:
-                results = tf.numpy_function(lambda ticket, *arrays: engine.run(call, ticket, arrays),
-                                            [ticket, *values], dtypes, stateful=True, name="APSExchange")
+                results = tf.numpy_function(
+                    lambda ticket, *arrays: engine.run(call, ticket, arrays),
+                    [ticket, *values],
+                    dtypes,
+                    stateful=True,
+                    name="APSExchange",
+                )
         results = list(results) if isinstance(results, (list, tuple)) else [results]
         sequence.after(results[0].op)
     for result, value in zip(results, values):
@@ -205,8 +276,10 @@ def _exchange(call: engine.Call, values: list[tf.Tensor]) -> list[tf.Tensor]:
 def refuse_xla(who: str) -> None:
     """Raise if the current graph is to be compiled by XLA."""
     if not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
-        raise ValueError(f"{who}: XLA cannot compile an all-reduce; use jit_compile=False around the training step "
-                         f"(with a GPU, Keras compiles it unless told not to: model.compile(..., jit_compile=False))")
+        raise ValueError(
+            f"{who}: XLA cannot compile an all-reduce; use jit_compile=False around the training step "
+            f"(with a GPU, Keras compiles it unless told not to: model.compile(..., jit_compile=False))"
+        )
 
 
 def _op_label(name: str) -> str:

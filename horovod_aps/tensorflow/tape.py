@@ -21,26 +21,45 @@ def variable_of(source: Any) -> Any:
     return source.value if keras_variable is not None and isinstance(source, keras_variable) else source
 
 
-def broadcast_variables(variables: Iterable[Any], root_rank: int, process_set: Any = hvd.global_process_set,
-                        inplace: bool = False) -> Any:
+def broadcast_variables(
+    variables: Iterable[Any], root_rank: int, process_set: Any = hvd.global_process_set, inplace: bool = False
+) -> Any:
     """`hvd.broadcast_variables`, which also takes variables of Keras 3: copies those of one rank to all others."""
     return hvd.broadcast_variables([variable_of(variable) for variable in variables], root_rank, process_set, inplace)
 
 
 def DistributedGradientTape(  # noqa: N802 - Horovod's name
-        gradtape: tf.GradientTape, device_dense: str = "", device_sparse: str = "",
-        compression: Any = hvd.Compression.none, sparse_as_dense: bool = False, op: int = hvd.Average,
-        gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Any = None,
-        process_set: Any = hvd.global_process_set, scale_local_gradients: bool = True) -> tf.GradientTape:
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = hvd.Compression.none,
+    sparse_as_dense: bool = False,
+    op: int = hvd.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = hvd.global_process_set,
+    scale_local_gradients: bool = True,
+) -> tf.GradientTape:
     """`hvd.DistributedGradientTape`, whose `gradient` also takes variables of Keras 3, in any nested structure.
 
     The arguments are Horovod's; pass `groups=1` with an `APSCompressor`, so that gradients share their messages.
     """
     if isinstance(groups, list):
         groups = [[variable_of(variable) for variable in group] for group in groups]
-    tape = hvd.DistributedGradientTape(gradtape, device_dense, device_sparse, compression, sparse_as_dense, op,
-                                       gradient_predivide_factor, num_groups, groups, process_set,
-                                       scale_local_gradients)
+    tape = hvd.DistributedGradientTape(
+        gradtape,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
     if isinstance(groups, int):
         tape._allreduce_grads = functools.partial(_sparse_first, tape._allreduce_grads)
     # Horovod's methods call super(self.__class__, self), so this is a sibling of its class and not a child.
@@ -67,23 +86,27 @@ def _unwrapping(base: type, stock: type) -> type:
 
 def _methods(stock: Any) -> dict[str, Any]:
     @functools.wraps(stock.gradient)
-    def gradient(self: Any, target: Any, sources: Any, output_gradients: Any = None,
-                 use_generic_names: bool = False) -> Any:
+    def gradient(
+        self: Any, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
+    ) -> Any:
         flat = [variable_of(source) for source in tf.nest.flatten(sources)]
         return tf.nest.pack_sequence_as(
-            sources, stock.gradient(self, target, flat, output_gradients, use_generic_names))
+            sources, stock.gradient(self, target, flat, output_gradients, use_generic_names)
+        )
 
     @functools.wraps(stock.register_local_source)
     def register_local_source(self: Any, source: Any) -> None:
         stock.register_local_source(self, variable_of(source))
 
     @functools.wraps(stock.get_local_and_global_gradients)
-    def get_local_and_global_gradients(self: Any, target: Any, sources: Any, output_gradients: Any = None,
-                                       use_generic_names: bool = False) -> Any:
+    def get_local_and_global_gradients(
+        self: Any, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
+    ) -> Any:
         given = {variable_of(source).ref(): source for source in sources}
         flat = [variable_of(source) for source in sources]
         pairs = stock.get_local_and_global_gradients(self, target, flat, output_gradients, use_generic_names)
         return tuple([(given[variable.ref()], grad) for variable, grad in part] for part in pairs)
 
-    return {function.__name__: function for function in (gradient, register_local_source,
-                                                         get_local_and_global_gradients)}
+    return {
+        function.__name__: function for function in (gradient, register_local_source, get_local_and_global_gradients)
+    }

@@ -39,14 +39,26 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "calibrate", help="measure latency, bandwidth and kernel rates; run under mpirun or horovodrun"
     )
-    parser.add_argument("--out", type=Path, default=Path("calibration.json"),
-                        help="the file for predict --calibration (default: %(default)s)")
-    parser.add_argument("--elements", type=int, default=4_000_000,
-                        help="values of the large gradients (default: %(default)s)")
-    parser.add_argument("--repetitions", type=int, default=7,
-                        help="of every measurement, whose median counts (default: %(default)s)")
-    parser.add_argument("--format", type=parse_format, nargs="+", default=list(FORMATS), metavar="E,M",
-                        help=f"formats whose kernels are timed (default: {' '.join(f'{e},{m}' for e, m in FORMATS)})")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("calibration.json"),
+        help="the file for predict --calibration (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--elements", type=int, default=4_000_000, help="values of the large gradients (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--repetitions", type=int, default=7, help="of every measurement, whose median counts (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--format",
+        type=parse_format,
+        nargs="+",
+        default=list(FORMATS),
+        metavar="E,M",
+        help=f"formats whose kernels are timed (default: {' '.join(f'{e},{m}' for e, m in FORMATS)})",
+    )
     parser.add_argument(
         "--shared-cores",
         action="store_true",
@@ -150,9 +162,7 @@ def measure_links(clock: Clock, n_bytes: int) -> dict[str, float]:
     from horovod_aps.world import mpi_usable
 
     size, rank = hvd.size(), hvd.rank()
-    over_mpi = int(
-        hvd.allreduce(torch.tensor([int(mpi_usable(mpi_ops._basics))]), op=hvd.Min, name="calibrate.mpi")
-    )
+    over_mpi = int(hvd.allreduce(torch.tensor([int(mpi_usable(mpi_ops._basics))]), op=hvd.Min, name="calibrate.mpi"))
     hosts = hvd.allgather(torch.tensor([hvd.cross_rank()]), name="calibrate.hosts").tolist()
     everyone = [peer for peer in range(size) if peer != rank]
     circles = {"": everyone}
@@ -241,8 +251,12 @@ def measure_loops(clock: Clock, n: int) -> dict[str, float]:
 
     x, y = torch.randn(n), torch.randn(n)
     x16, y16 = x.half(), y.half()
-    return {"copy": clock("copy", lambda: y.copy_(x)), "add": clock("sum", lambda: y.add_(x)),
-            "add16": clock("fp16 sum", lambda: y16.add_(x16)), "casts": clock("casts", lambda: x.half().float())}
+    return {
+        "copy": clock("copy", lambda: y.copy_(x)),
+        "add": clock("sum", lambda: y.add_(x)),
+        "add16": clock("fp16 sum", lambda: y16.add_(x16)),
+        "casts": clock("casts", lambda: x.half().float()),
+    }
 
 
 def _solve(time_with: Callable[[float], float], wanted: float, high: float) -> float | None:
@@ -306,8 +320,13 @@ def derive(measured: dict[str, Any], n_ranks: int, ranks_per_host: int, cores: f
     for key, one in measured["kernels"].items():
         per_kernel = {name: found.rate("kernels", n_bytes, seconds) for name, seconds in one.items()}
         kernels[key] = KernelRates(**{name: value for name, value in per_kernel.items() if value is not None})
-    machine = Machine(kernels=kernels, layer_overhead=0.0, bucket_bytes=measured["bucket_bytes"], cores=cores,
-                      calibrated_ranks=n_ranks)
+    machine = Machine(
+        kernels=kernels,
+        layer_overhead=0.0,
+        bucket_bytes=measured["bucket_bytes"],
+        cores=cores,
+        calibrated_ranks=n_ranks,
+    )
 
     # Horovod: a lone small tensor is a cycle; more of them add their own overhead; large ones what is left.
     small = sync["fp32 small"] - network.small(n_ranks) - network.own(32, n_ranks)
@@ -315,11 +334,13 @@ def derive(measured: dict[str, Any], n_ranks: int, ranks_per_host: int, cores: f
     def of_tensors(overhead: float) -> Machine:
         return replace(machine, tensor_overhead=overhead, cycle_time=max(0.0, small - overhead))
 
-    overhead = _solve(lambda x: perfmodel.predict_ring(tiny, n_ranks, network, of_tensors(x)).total,
-                      sync["fp32 tiny"], 0.01)
+    overhead = _solve(
+        lambda x: perfmodel.predict_ring(tiny, n_ranks, network, of_tensors(x)).total, sync["fp32 tiny"], 0.01
+    )
     if overhead is None:
-        found.unmeasured["tensor_overhead"] = f"{n_tensors} tensors took {1e3 * sync['fp32 tiny']:.3g} ms, one " \
-                                              f"{1e3 * sync['fp32 small']:.3g} ms"
+        found.unmeasured["tensor_overhead"] = (
+            f"{n_tensors} tensors took {1e3 * sync['fp32 tiny']:.3g} ms, one {1e3 * sync['fp32 small']:.3g} ms"
+        )
     if small <= 0:
         found.unmeasured["cycle_time"] = "the links alone take longer than Horovod with them"
     machine = of_tensors(machine.tensor_overhead if overhead is None else overhead)
@@ -331,13 +352,16 @@ def derive(measured: dict[str, Any], n_ranks: int, ranks_per_host: int, cores: f
     rates: dict[str, Any] = {
         "cast_rate": found.rate("cast_rate", 8 * n, loops["casts"]),
         "add_rate": found.rate("add_rate", share * n_bytes, beyond("fp32 flat", n_bytes), share * loops["add"]),
-        "add16_rate": found.rate("add16_rate", share * n_bytes / 2, beyond("fp16 flat", n_bytes / 2) - loops["casts"],
-                                 share * loops["add16"]),
+        "add16_rate": found.rate(
+            "add16_rate", share * n_bytes / 2, beyond("fp16 flat", n_bytes / 2) - loops["casts"], share * loops["add16"]
+        ),
     }
     machine = replace(machine, **{name: value for name, value in rates.items() if value is not None})
     copying = _solve(
         lambda x: perfmodel.predict_ring(many, n_ranks, network, replace(machine, copy_rate=1 / max(x, 1e-15))).total,
-        sync["fp32 many"], 1 / SLOWEST)
+        sync["fp32 many"],
+        1 / SLOWEST,
+    )
     copy_rate = found.rate("copy_rate", 1.0, copying or 0.0, loops["copy"] / n_bytes)
     machine = machine if copy_rate is None else replace(machine, copy_rate=copy_rate)
 
@@ -356,8 +380,9 @@ def derive(measured: dict[str, Any], n_ranks: int, ranks_per_host: int, cores: f
         overlap = (serial - sync["aps many"]) / (serial - full)
         machine = replace(machine, overlap=min(1.0, max(0.0, overlap)))
         if not 0 <= overlap <= 1:
-            found.notes["overlap"] = f"{1e3 * sync['aps many']:.3g} ms, the model says {1e3 * full:.3g} to " \
-                                     f"{1e3 * serial:.3g}"
+            found.notes["overlap"] = (
+                f"{1e3 * sync['aps many']:.3g} ms, the model says {1e3 * full:.3g} to {1e3 * serial:.3g}"
+            )
     else:
         found.unmeasured["overlap"] = "there was nothing to overlap"
     return Calibration(network, machine, found.unmeasured, found.notes)
@@ -428,8 +453,11 @@ def run(args: argparse.Namespace) -> int:
     found = derive(measured, hvd.size(), hvd.local_size(), cores)
     # The bucket of the measurement was chosen to show overlap; predictions use the default one.
     measured_rate = 0.0 if "bandwidth" in found.unmeasured else found.network.rate
-    found = replace(found, network=replace(found.network, host_rate=max(measured["stack"], measured_rate)),
-                    machine=replace(found.machine, bucket_bytes=Machine().bucket_bytes))
+    found = replace(
+        found,
+        network=replace(found.network, host_rate=max(measured["stack"], measured_rate)),
+        machine=replace(found.machine, bucket_bytes=Machine().bucket_bytes),
+    )
     if hvd.rank() == 0:
         perfmodel.save_calibration(args.out, found, measured)
         print_parameters(found)

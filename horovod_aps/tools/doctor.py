@@ -1,7 +1,7 @@
 """`horovod-aps doctor`: checks an installation and, under a launcher, the cluster; a red line comes with its remedy.
 
-    horovod-aps doctor                      this machine, Horovod on one rank, an exchange among emulated ranks
-    horovodrun -np 2 horovod-aps doctor     all ranks, with a real exchange over the transport in use
+horovod-aps doctor                      this machine, Horovod on one rank, an exchange among emulated ranks
+horovodrun -np 2 horovod-aps doctor     all ranks, with a real exchange over the transport in use
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ import numpy as np
 from horovod_aps import __version__, config, kernels
 
 GREEN, YELLOW, RED = "ok", "note", "FAIL"
-REBUILD = "reinstall Horovod for the frameworks that are here now: make setup, or HOROVOD_WITH_PYTORCH=1 (or " \
-          "HOROVOD_WITH_TENSORFLOW=1) pip install --no-cache-dir --force-reinstall --no-deps horovod==0.28.1"
+REBUILD = (
+    "reinstall Horovod for the frameworks that are here now: make setup, or HOROVOD_WITH_PYTORCH=1 (or "
+    "HOROVOD_WITH_TENSORFLOW=1) pip install --no-cache-dir --force-reinstall --no-deps horovod==0.28.1"
+)
 REPORT = "please report this with the lines above"
 REMEDIES = {  # for what a check did not foresee; by the name of its function
     "versions": "reinstall: pip install .",
     "environment": "unset the variables of this package",
     "kernels": "rebuild the CPU library: pip install -e . --no-build-isolation",
     "gpu": "see that nvidia-smi works, and that CuPy is the one for your CUDA version; without GPUs: "
-           "CUDA_VISIBLE_DEVICES=",
+    "CUDA_VISIBLE_DEVICES=",
     "launchers": "apt-get install openmpi-bin",
     "local exchange": REPORT,
     "import": REBUILD,
     "init": "start with the launcher of the MPI that Horovod was built with, or with horovodrun --gloo; "
-            "horovodrun --check-build shows what it was built with",
+    "horovodrun --check-build shows what it was built with",
     "horovod": REBUILD,
     "exchange": "try the other way to start (mpirun, horovodrun --gloo); HOROVOD_APS_LOG=debug prints every phase",
 }
@@ -77,13 +79,24 @@ def installed(*names: str) -> str | None:
 
 def check_versions() -> Iterator[Finding]:
     """Python, NumPy and the frameworks, against what the project is tested with."""
-    yield Finding(GREEN, "versions", f"horovod_aps {__version__}, Python {platform.python_version()}, "
-                                     f"NumPy {np.__version__}, {platform.system()} {platform.machine()}")
-    found = {"torch": installed("torch"), "tensorflow": installed("tensorflow", "tensorflow-cpu"),
-             "horovod": installed("horovod")}
+    yield Finding(
+        GREEN,
+        "versions",
+        f"horovod_aps {__version__}, Python {platform.python_version()}, "
+        f"NumPy {np.__version__}, {platform.system()} {platform.machine()}",
+    )
+    found = {
+        "torch": installed("torch"),
+        "tensorflow": installed("tensorflow", "tensorflow-cpu"),
+        "horovod": installed("horovod"),
+    }
     if found["horovod"] is None:
-        yield Finding(RED, "horovod", "is not installed",
-                      "make setup builds it; elsewhere: HOROVOD_WITH_PYTORCH=1 pip install horovod==0.28.1")
+        yield Finding(
+            RED,
+            "horovod",
+            "is not installed",
+            "make setup builds it; elsewhere: HOROVOD_WITH_PYTORCH=1 pip install horovod==0.28.1",
+        )
     if found["torch"] is None and found["tensorflow"] is None:
         yield Finding(RED, "frameworks", "neither PyTorch nor TensorFlow is installed", "pip install torch")
     for name, text in found.items():
@@ -92,12 +105,20 @@ def check_versions() -> Iterator[Finding]:
         if text.startswith(TESTED[name] + "."):
             yield Finding(GREEN, name, text)
         else:
-            yield Finding(YELLOW, name, f"{text}; the project is tested with {TESTED[name]}",
-                          "if something goes wrong, try that version first")
+            yield Finding(
+                YELLOW,
+                name,
+                f"{text}; the project is tested with {TESTED[name]}",
+                "if something goes wrong, try that version first",
+            )
     keras = installed("keras")
     if found["tensorflow"] and keras and keras.startswith("3") and os.environ.get("TF_USE_LEGACY_KERAS") != "1":
-        yield Finding(YELLOW, "keras", f"{keras}: Horovod's own DistributedOptimizer never all-reduces with Keras 3",
-                      "use horovod_aps.keras.DistributedOptimizer, or TF_USE_LEGACY_KERAS=1 with tf-keras")
+        yield Finding(
+            YELLOW,
+            "keras",
+            f"{keras}: Horovod's own DistributedOptimizer never all-reduces with Keras 3",
+            "use horovod_aps.keras.DistributedOptimizer, or TF_USE_LEGACY_KERAS=1 with tf-keras",
+        )
 
 
 def wrong_variables() -> dict[str, str]:
@@ -124,8 +145,12 @@ def check_environment() -> Iterator[Finding]:
     given = config.given()
     for name in given:
         if name not in config.VARIABLES:
-            yield Finding(RED, "environment", f"{name} is not a variable of horovod_aps",
-                          f"unset it, or use one of {', '.join(sorted(config.VARIABLES))}")
+            yield Finding(
+                RED,
+                "environment",
+                f"{name} is not a variable of horovod_aps",
+                f"unset it, or use one of {', '.join(sorted(config.VARIABLES))}",
+            )
     for name, text in wrong_variables().items():
         yield Finding(RED, "environment", text, f"unset {name} or correct it; the other checks go on without it")
     yield Finding(GREEN, "environment", ", ".join(map("=".join, given.items())) or "defaults")
@@ -136,13 +161,21 @@ def check_kernels() -> Iterator[Finding]:
     library = kernels.library()
     avx2 = bool(library.aps_use_avx2(int(config.use_avx2())))
     openmp = bool(library.aps_has_openmp())
-    yield Finding(GREEN, "kernels", f"CPU library with {'AVX2' if avx2 else 'baseline instructions'}, "
-                                    f"{config.num_threads()} thread(s), OpenMP {'yes' if openmp else 'no'}")
+    yield Finding(
+        GREEN,
+        "kernels",
+        f"CPU library with {'AVX2' if avx2 else 'baseline instructions'}, "
+        f"{config.num_threads()} thread(s), OpenMP {'yes' if openmp else 'no'}",
+    )
     if not avx2 and config.use_avx2():
         yield Finding(YELLOW, "kernels", "this processor has no AVX2: kernels are some times slower")
     if not openmp and config.num_threads() > 1:
-        yield Finding(RED, "kernels", "HOROVOD_APS_NUM_THREADS is set, but the library was built without OpenMP",
-                      "install a compiler with OpenMP and type: pip install -e . --no-build-isolation")
+        yield Finding(
+            RED,
+            "kernels",
+            "HOROVOD_APS_NUM_THREADS is set, but the library was built without OpenMP",
+            "install a compiler with OpenMP and type: pip install -e . --no-build-isolation",
+        )
     values = np.random.default_rng(0).standard_normal(N_VALUES).astype(np.float32)
     if not np.array_equal(kernels.quantize_array(values, kernels.FLOAT32, 8, 23, True), values):
         yield Finding(RED, "kernels", "float32 values do not survive (8, 23)", "rebuild: pip install -e .")
@@ -167,8 +200,11 @@ def check_gpu() -> Iterator[Finding]:
 
 def check_launchers() -> Iterator[Finding]:
     """What could start several ranks here."""
-    found = [name for name in ("mpirun", "horovodrun") if shutil.which(name)
-             or os.path.exists(os.path.join(os.path.dirname(sys.executable), name))]
+    found = [
+        name
+        for name in ("mpirun", "horovodrun")
+        if shutil.which(name) or os.path.exists(os.path.join(os.path.dirname(sys.executable), name))
+    ]
     if found:
         yield Finding(GREEN, "launchers", ", ".join(found))
     else:
@@ -183,8 +219,10 @@ def check_local_exchange() -> Iterator[Finding]:
 
     inputs = [_values(rank) for rank in range(3)]
     outputs = [np.empty_like(x) for x in inputs]
-    layers = [[Layer("doctor", x.shape, 0, x.ctypes.data, out.ctypes.data, 1 / 3, (x, out))]
-              for x, out in zip(inputs, outputs)]
+    layers = [
+        [Layer("doctor", x.shape, 0, x.ctypes.data, out.ctypes.data, 1 / 3, (x, out))]
+        for x, out in zip(inputs, outputs)
+    ]
     local_allreduce(layers, Options(4, 3), kernels.CpuKernels())
     same = all(np.array_equal(out, outputs[0]) for out in outputs)
     yield _judge("local exchange", outputs[0], 3, same, "3 emulated ranks")
@@ -218,25 +256,44 @@ def check_init(hvd: Any) -> Iterator[Finding]:
     hvd.init()
     started = config.launcher_size()
     if started is not None and int(started) != hvd.size():
-        yield Finding(RED, "init", f"the launcher started {started} processes, but Horovod sees {hvd.size()}",
-                      "the launcher and Horovod must use the same MPI or PMI: see horovodrun --check-build, "
-                      "mpirun --version, srun --mpi=list")
+        yield Finding(
+            RED,
+            "init",
+            f"the launcher started {started} processes, but Horovod sees {hvd.size()}",
+            "the launcher and Horovod must use the same MPI or PMI: see horovodrun --check-build, "
+            "mpirun --version, srun --mpi=list",
+        )
 
 
 def check_horovod(hvd: Any) -> Iterator[Finding]:
     """What Horovod was built with, and what it uses now."""
-    built = [name for name in ("mpi", "gloo", "nccl", "ccl", "ddl", "cuda", "rocm")
-             if hasattr(hvd, f"{name}_built") and getattr(hvd, f"{name}_built")()]
-    yield Finding(GREEN, "horovod", f"rank {hvd.rank()} of {hvd.size()}, built with {', '.join(built)}, "
-                                    f"runs on {'MPI' if hvd.mpi_enabled() else 'Gloo'}")
+    built = [
+        name
+        for name in ("mpi", "gloo", "nccl", "ccl", "ddl", "cuda", "rocm")
+        if hasattr(hvd, f"{name}_built") and getattr(hvd, f"{name}_built")()
+    ]
+    yield Finding(
+        GREEN,
+        "horovod",
+        f"rank {hvd.rank()} of {hvd.size()}, built with {', '.join(built)}, "
+        f"runs on {'MPI' if hvd.mpi_enabled() else 'Gloo'}",
+    )
     if not hvd.mpi_enabled():
         yield Finding(GREEN, "transport", "Horovod's own operations (Gloo)")
     elif not hvd.mpi_threads_supported():
-        yield Finding(YELLOW, "transport", "Horovod's own operations: MPI runs without thread support",
-                      "unset HOROVOD_MPI_THREADS_DISABLE, and call hvd.init() before anything else starts MPI")
+        yield Finding(
+            YELLOW,
+            "transport",
+            "Horovod's own operations: MPI runs without thread support",
+            "unset HOROVOD_MPI_THREADS_DISABLE, and call hvd.init() before anything else starts MPI",
+        )
     elif installed("mpi4py") is None:
-        yield Finding(YELLOW, "transport", "Horovod's own operations: no mpi4py, which lets exchanges overlap",
-                      "pip install mpi4py==4.1.2")
+        yield Finding(
+            YELLOW,
+            "transport",
+            "Horovod's own operations: no mpi4py, which lets exchanges overlap",
+            "pip install mpi4py==4.1.2",
+        )
     else:
         from horovod_aps.world import mpi_usable
 
@@ -244,8 +301,12 @@ def check_horovod(hvd: Any) -> Iterator[Finding]:
         if mpi_usable(basics):
             yield Finding(GREEN, "transport", f"MPI directly, by mpi4py {installed('mpi4py')}")
         else:
-            yield Finding(YELLOW, "transport", "Horovod's own operations: mpi4py sees another MPI than Horovod",
-                          "build mpi4py against the MPI that Horovod uses: pip install --no-binary mpi4py mpi4py")
+            yield Finding(
+                YELLOW,
+                "transport",
+                "Horovod's own operations: mpi4py sees another MPI than Horovod",
+                "build mpi4py against the MPI that Horovod uses: pip install --no-binary mpi4py mpi4py",
+            )
 
 
 def check_exchange(hvd: Any) -> Iterator[Finding]:
@@ -320,9 +381,16 @@ class _Watchdog:
     @staticmethod
     def _expire(seconds: float) -> None:
         rank = config.launcher_rank()
-        print(Finding(RED, "cluster", f"rank {rank} waited {seconds:.0f} s for the others",
-                      "check that all ranks run this command, and that firewalls let their ports through "
-                      "(horovodrun --network-interfaces, mpirun --mca btl_tcp_if_include)"), flush=True)
+        print(
+            Finding(
+                RED,
+                "cluster",
+                f"rank {rank} waited {seconds:.0f} s for the others",
+                "check that all ranks run this command, and that firewalls let their ports through "
+                "(horovodrun --network-interfaces, mpirun --mca btl_tcp_if_include)",
+            ),
+            flush=True,
+        )
         os._exit(1)
 
 
@@ -392,6 +460,7 @@ def parse_seconds(text: str) -> float:
 def add_parser(subparsers: Any) -> None:
     """Add the `doctor` subcommand."""
     parser = subparsers.add_parser("doctor", help="check this installation and, under a launcher, the cluster")
-    parser.add_argument("--timeout", type=parse_seconds, default=60.0,
-                        help="seconds to wait for other ranks (default: 60)")
+    parser.add_argument(
+        "--timeout", type=parse_seconds, default=60.0, help="seconds to wait for other ranks (default: 60)"
+    )
     parser.set_defaults(run=run)

@@ -59,9 +59,7 @@ class Network:
         if self.ranks_per_host < 1:
             raise ValueError(f"Network: ranks_per_host must be at least 1, got {self.ranks_per_host}")
         if self.latency < 0 or self.intra_latency < 0:
-            raise ValueError(
-                f"Network: latency must not be negative, got {self.latency}, {self.intra_latency}"
-            )
+            raise ValueError(f"Network: latency must not be negative, got {self.latency}, {self.intra_latency}")
 
     @property
     def rate(self) -> float:
@@ -591,18 +589,26 @@ def load_calibration(path: str | Path, assume_defaults: bool = False) -> Calibra
     unmeasured = document["unmeasured"]
 
     def values(part: str) -> dict[str, Any]:
-        return {name: math.inf if value is None else value for name, value in document[part].items()
-                if name not in unmeasured}
+        return {
+            name: math.inf if value is None else value
+            for name, value in document[part].items()
+            if name not in unmeasured
+        }
 
     machine = values("machine")
     if "kernels" in machine:
         machine["kernels"] = {key: KernelRates(**rates) for key, rates in machine["kernels"].items()}
     network = values("network")
     rates = {name: value for name, value in (network | machine).items() if name.endswith(("_rate", "bandwidth"))}
-    rates |= {f"kernels[{key}].{name}": value for key, one in machine.get("kernels", {}).items()
-              for name, value in asdict(one).items()}
+    rates |= {
+        f"kernels[{key}].{name}": value
+        for key, one in machine.get("kernels", {}).items()
+        for name, value in asdict(one).items()
+    }
     for name, value in rates.items():
         if not is_plausible(name, value) and not (name == "host_rate" and value == math.inf):
-            raise ValueError(f"load_calibration: {path} says that {name} is {value:.3g} bytes per second, which is no "
-                             f"measurement; calibrate again")
+            raise ValueError(
+                f"load_calibration: {path} says that {name} is {value:.3g} bytes per second, which is no "
+                f"measurement; calibrate again"
+            )
     return Calibration(Network(**network), Machine(**machine), {} if assume_defaults else unmeasured, document["notes"])

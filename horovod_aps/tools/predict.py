@@ -24,8 +24,12 @@ TIME_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 NUMBER = r"([0-9]+\.?[0-9]*|\.[0-9]+)"
 SCALING_RANKS = [2**k for k in range(1, 11)]
 # What a command line gives can stand in for what a calibration lacks.
-OPTIONS = {"bandwidth": "--bandwidth", "latency": "--latency", "intra_bandwidth": "--intra-bandwidth",
-           "intra_latency": "--intra-latency"}
+OPTIONS = {
+    "bandwidth": "--bandwidth",
+    "latency": "--latency",
+    "intra_bandwidth": "--intra-bandwidth",
+    "intra_latency": "--intra-latency",
+}
 
 
 def parse_bandwidth(text: str) -> float:
@@ -80,16 +84,18 @@ def add_parser(subparsers: Any) -> None:
         help=f"one of {', '.join(shapes.MODELS)}, or module:name of a model of PyTorch or Keras, or of a function that "
         f"returns one (default: resnet50)",
     )
-    parser.add_argument("--ranks", type=parse_count, nargs="+", default=[2, 4, 8],
-                        help="numbers of ranks (default: 2 4 8)")
+    parser.add_argument(
+        "--ranks", type=parse_count, nargs="+", default=[2, 4, 8], help="numbers of ranks (default: 2 4 8)"
+    )
     parser.add_argument(
         "--bandwidth", type=parse_bandwidth, nargs="+", help="such as 1gbit (default: calibrated, or 1gbit)"
     )
     parser.add_argument(
         "--latency", type=parse_time, help="of one message, such as 50us (default: calibrated, or 50us)"
     )
-    parser.add_argument("--ranks-per-host", type=parse_count,
-                        help="ranks that share one host's link (default: calibrated, or 1)")
+    parser.add_argument(
+        "--ranks-per-host", type=parse_count, help="ranks that share one host's link (default: calibrated, or 1)"
+    )
     parser.add_argument("--intra-bandwidth", type=parse_bandwidth, help="between ranks of one host, such as 8GB")
     parser.add_argument("--intra-latency", type=parse_time, help="between ranks of one host, such as 2us")
     parser.add_argument(
@@ -105,17 +111,32 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="Horovod's two-level all-reduce (HOROVOD_HIERARCHICAL_ALLREDUCE) for fp32 and fp16",
     )
-    parser.add_argument("--format", type=parse_format, nargs="+", default=[(4, 3)], metavar="E,M",
-                        help="exponent and mantissa bits (default: 4,3)")
-    parser.add_argument("--forward-ms", type=parse_milliseconds, default=0.0,
-                        help="milliseconds of forward in one step on one rank (default: 0)")
     parser.add_argument(
-        "--backward-ms", type=parse_milliseconds, default=0.0,
-        help="milliseconds of backward in one step, which communication overlaps with (default: 0)"
+        "--format",
+        type=parse_format,
+        nargs="+",
+        default=[(4, 3)],
+        metavar="E,M",
+        help="exponent and mantissa bits (default: 4,3)",
+    )
+    parser.add_argument(
+        "--forward-ms",
+        type=parse_milliseconds,
+        default=0.0,
+        help="milliseconds of forward in one step on one rank (default: 0)",
+    )
+    parser.add_argument(
+        "--backward-ms",
+        type=parse_milliseconds,
+        default=0.0,
+        help="milliseconds of backward in one step, which communication overlaps with (default: 0)",
     )
     parser.add_argument("--calibration", type=Path, help="JSON written by horovod-aps calibrate")
-    parser.add_argument("--assume-defaults", action="store_true",
-                        help="take this program's defaults for what the calibration could not measure")
+    parser.add_argument(
+        "--assume-defaults",
+        action="store_true",
+        help="take this program's defaults for what the calibration could not measure",
+    )
     parser.add_argument("--scaling", action="store_true", help="also print scaling from 2 to 1024 ranks")
     parser.add_argument("--plot", type=Path, help="save a plot of time against bandwidth and ranks here")
     parser.add_argument("--json", type=Path, help="save the tables here")
@@ -159,8 +180,13 @@ def _sizes_of(model: Any, name: str) -> list[int]:
     return sizes
 
 
-def load_parameters(path: Path | None, ranks: Sequence[int], changes: dict[str, Any], bandwidth_given: bool = False,
-                    assume_defaults: bool = False) -> tuple[Network, Machine]:
+def load_parameters(
+    path: Path | None,
+    ranks: Sequence[int],
+    changes: dict[str, Any],
+    bandwidth_given: bool = False,
+    assume_defaults: bool = False,
+) -> tuple[Network, Machine]:
     """Calibrated (or default) parameters with `changes`; ValueError names those that are neither measured nor given."""
     found = perfmodel.Calibration(Network(), Machine())
     if path is not None:
@@ -189,15 +215,9 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     widths = [max(len(str(row[i])) for row in [headers, *rows]) for i in range(len(headers))]
 
     def line(cells: Sequence[Any]) -> str:
-        return (
-            "| "
-            + " | ".join(str(cell).rjust(width) for cell, width in zip(cells, widths, strict=True))
-            + " |"
-        )
+        return "| " + " | ".join(str(cell).rjust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
 
-    return "\n".join(
-        [line(headers), "| " + " | ".join("-" * width for width in widths) + " |", *map(line, rows)]
-    )
+    return "\n".join([line(headers), "| " + " | ".join("-" * width for width in widths) + " |", *map(line, rows)])
 
 
 def show_ranges(ranges: Sequence[tuple[float, float]]) -> str:
@@ -285,13 +305,29 @@ class Forecast:
 
     def __str__(self) -> str:
         rows = [[f"({e},{m})", n, *map(show_ranges, both)] for ((e, m), n), both in self.pays.items()]
-        return "\n".join([f"{self.name}: {len(self.sizes)} layers, {sum(self.sizes) / 1e6:.2f} M parameters", "",
-                          predictions_table(self.records), "", "APS is faster at these bandwidths:", "",
-                          table(["format", "ranks", "than fp32", "than fp16"], rows)])
+        return "\n".join(
+            [
+                f"{self.name}: {len(self.sizes)} layers, {sum(self.sizes) / 1e6:.2f} M parameters",
+                "",
+                predictions_table(self.records),
+                "",
+                "APS is faster at these bandwidths:",
+                "",
+                table(["format", "ranks", "than fp32", "than fp16"], rows),
+            ]
+        )
 
 
-def forecast(name: str, sizes: list[int], ranks: Sequence[int], links: Sequence[Network],
-             formats: Sequence[tuple[int, int]], machine: Machine, forward: float, backward: float) -> Forecast:
+def forecast(
+    name: str,
+    sizes: list[int],
+    ranks: Sequence[int],
+    links: Sequence[Network],
+    formats: Sequence[tuple[int, int]],
+    machine: Machine,
+    forward: float,
+    backward: float,
+) -> Forecast:
     """Everything for these links; the ranges of bandwidth agree with the times at the links."""
     records = predictions(sizes, ranks, links, formats, machine, forward, backward)
     # A calibrated link was measured as payload; other bandwidths are nominal.
@@ -300,15 +336,26 @@ def forecast(name: str, sizes: list[int], ranks: Sequence[int], links: Sequence[
     pays = {}
     for fmt in formats:
         for n in ranks:
-            against = [perfmodel.paying_bandwidths(sizes, n, link, machine, *fmt, bits, backward, also=also)
-                       for bits in (32, 16)]
+            against = [
+                perfmodel.paying_bandwidths(sizes, n, link, machine, *fmt, bits, backward, also=also)
+                for bits in (32, 16)
+            ]
             pays[fmt, n] = (against[0], against[1])
     return Forecast(name, sizes, records, pays)
 
 
-def predict(model: Any, ranks: int | Sequence[int] = (2, 4, 8), bandwidth: str | Sequence[str] | None = None, *,
-            formats: Sequence[tuple[int, int]] = ((4, 3),), forward_ms: float = 0.0, backward_ms: float = 0.0,
-            calibration: str | Path | None = None, assume_defaults: bool = False, **network: Any) -> Forecast:
+def predict(
+    model: Any,
+    ranks: int | Sequence[int] = (2, 4, 8),
+    bandwidth: str | Sequence[str] | None = None,
+    *,
+    formats: Sequence[tuple[int, int]] = ((4, 3),),
+    forward_ms: float = 0.0,
+    backward_ms: float = 0.0,
+    calibration: str | Path | None = None,
+    assume_defaults: bool = False,
+    **network: Any,
+) -> Forecast:
     """Predict time, speed-up and scaling of APS for a model, without any network.
 
     Args:
@@ -394,11 +441,19 @@ def run(args: argparse.Namespace) -> int:
     """Print the tables that were asked for."""
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install matplotlib")
-    changes = {name: getattr(args, name) for name in ("latency", "ranks_per_host", "intra_bandwidth", "intra_latency",
-                                                      "host_rate", "allreduce") if getattr(args, name) is not None}
+    changes = {
+        name: getattr(args, name)
+        for name in ("latency", "ranks_per_host", "intra_bandwidth", "intra_latency", "host_rate", "allreduce")
+        if getattr(args, name) is not None
+    }
     ranks = [*args.ranks, *(SCALING_RANKS if args.scaling or args.plot else [])]
-    network, machine = load_parameters(args.calibration, ranks, changes | {"hierarchical": args.hierarchical},
-                                       bool(args.bandwidth), args.assume_defaults)
+    network, machine = load_parameters(
+        args.calibration,
+        ranks,
+        changes | {"hierarchical": args.hierarchical},
+        bool(args.bandwidth),
+        args.assume_defaults,
+    )
     links = [nominal(network, b) for b in args.bandwidth] if args.bandwidth else [network]
     sizes, forward, backward = model_sizes(args.model), args.forward_ms / 1e3, args.backward_ms / 1e3
     found = forecast(args.model, sizes, args.ranks, links, args.format, machine, forward, backward)

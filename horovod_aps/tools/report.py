@@ -122,7 +122,7 @@ def _losses(exp_bits: int, man_bits: int, shift: int) -> tuple[np.ndarray, np.nd
 def expected_losses(histogram: Sequence[int], exp_bits: int, man_bits: int) -> tuple[float, float]:
     """Relative error and underflow of a layer with this histogram of exponents if it travelled as (e, m)."""
     counts = np.zeros(N_BINS)
-    counts[:len(histogram)] = histogram
+    counts[: len(histogram)] = histogram
     fmt, points = FloatFormat(exp_bits, man_bits), _bin_points()
     # A layer's exponent is the least at which its largest value, rounded, fits; here, the end of the highest bin.
     largest = float(points[np.flatnonzero(counts)[0]].max())
@@ -257,9 +257,7 @@ def _overrides(layers: Mapping[str, Mapping[str, Any]], bound: str) -> str:
     heading = "<h2>Layers that would profit from another format</h2>"
     if not overrides:
         return f"{heading}<p>None: no layer is above {bound}.</p>"
-    lines = html.escape(
-        "\n".join(f"    {pattern!r}: {value!r}," for pattern, value in overrides.items()), False
-    )
+    lines = html.escape("\n".join(f"    {pattern!r}: {value!r}," for pattern, value in overrides.items()), False)
     block = f"<pre>overrides={{\n{lines}\n}}</pre>"
     if len(overrides) > N_SHOWN:
         block = f"<details><summary>{len(overrides)} overrides</summary>{block}</details>"
@@ -273,9 +271,7 @@ def _layer_table(layers: Mapping[str, Mapping[str, Any]]) -> str:
     histories = {name: _bins(layer["history"]) for name, layer in layers.items()}
     exponents = [value for bins in histories.values() for value in bins[0] if value is not None]
     low, high = min(exponents, default=0.0), max(exponents, default=0.0)
-    worst = max(
-        [MAX_ERROR, *(value for bins in histories.values() for value in bins[2] if value is not None)]
-    )
+    worst = max([MAX_ERROR, *(value for bins in histories.values() for value in bins[2] if value is not None)])
     scales: list[Callable[[float], float]] = [
         lambda value: (value - low) / (high - low) if high > low else 0.5,
         lambda value: value,
@@ -283,9 +279,7 @@ def _layer_table(layers: Mapping[str, Mapping[str, Any]]) -> str:
     ]
     rows = []
     for name, layer in layers.items():
-        strips = "".join(
-            f"<td>{_strip(bins, scale)}</td>" for bins, scale in zip(histories[name], scales, strict=True)
-        )
+        strips = "".join(f"<td>{_strip(bins, scale)}</td>" for bins, scale in zip(histories[name], scales, strict=True))
         shares = _percent(layer["underflow"], MAX_UNDERFLOW) + _percent(layer["relative_error"], MAX_ERROR)
         rows.append(
             f'<tr><td class="name">{html.escape(name)}</td>'
@@ -344,9 +338,7 @@ def _strip(values: Sequence[float | None], scale: Callable[[float], float]) -> s
             continue
         level = levels[start]
         if level is not None:
-            cells.append(
-                f'<rect x="{start}" width="{i - start}" height="1" fill="{_shade(level / LEVELS)}"/>'
-            )
+            cells.append(f'<rect x="{start}" width="{i - start}" height="1" fill="{_shade(level / LEVELS)}"/>')
         start = i
     known = [value for value in values if value is not None]
     text = f"{min(known):.3g} to {max(known):.3g}" if known else "zeros only"
@@ -399,9 +391,7 @@ def add_parser(subparsers: Any) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     if not args.stats.is_file():
-        raise FileNotFoundError(
-            f"{args.stats} is not a file; write one with json.dump(compressor.stats(), file)"
-        )
+        raise FileNotFoundError(f"{args.stats} is not a file; write one with json.dump(compressor.stats(), file)")
     try:
         stats = json.loads(args.stats.read_text(encoding="utf-8"))
     except ValueError as error:

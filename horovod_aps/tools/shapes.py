@@ -84,30 +84,64 @@ def _inception_v3() -> Shapes:
         for part, n_in, n_out, height, width in convolutions:
             shapes.extend(_conv_norm(f"{name}.{part}", n_in, n_out, height, width))
 
-    for name, n_in, n_out, kernel in (("1a_3x3", 3, 32, 3), ("2a_3x3", 32, 32, 3), ("2b_3x3", 32, 64, 3),
-                                      ("3b_1x1", 64, 80, 1), ("4a_3x3", 80, 192, 3)):
+    for name, n_in, n_out, kernel in (
+        ("1a_3x3", 3, 32, 3),
+        ("2a_3x3", 32, 32, 3),
+        ("2b_3x3", 32, 64, 3),
+        ("3b_1x1", 64, 80, 1),
+        ("4a_3x3", 80, 192, 3),
+    ):
         shapes += _conv_norm(f"Conv2d_{name}", n_in, n_out, kernel, kernel)
     double = (("branch3x3dbl_2", 64, 96, 3, 3), ("branch3x3dbl_3", 96, 96, 3, 3))
     for name, n_in, n_pool in (("5b", 192, 32), ("5c", 256, 64), ("5d", 288, 64)):
-        block(f"Mixed_{name}", ("branch1x1", n_in, 64, 1, 1), ("branch5x5_1", n_in, 48, 1, 1),
-              ("branch5x5_2", 48, 64, 5, 5), ("branch3x3dbl_1", n_in, 64, 1, 1), *double,
-              ("branch_pool", n_in, n_pool, 1, 1))
+        block(
+            f"Mixed_{name}",
+            ("branch1x1", n_in, 64, 1, 1),
+            ("branch5x5_1", n_in, 48, 1, 1),
+            ("branch5x5_2", 48, 64, 5, 5),
+            ("branch3x3dbl_1", n_in, 64, 1, 1),
+            *double,
+            ("branch_pool", n_in, n_pool, 1, 1),
+        )
     block("Mixed_6a", ("branch3x3", 288, 384, 3, 3), ("branch3x3dbl_1", 288, 64, 1, 1), *double)
     for name, n in (("6b", 128), ("6c", 160), ("6d", 160), ("6e", 192)):
-        block(f"Mixed_{name}", ("branch1x1", 768, 192, 1, 1), ("branch7x7_1", 768, n, 1, 1),
-              ("branch7x7_2", n, n, 1, 7), ("branch7x7_3", n, 192, 7, 1), ("branch7x7dbl_1", 768, n, 1, 1),
-              ("branch7x7dbl_2", n, n, 7, 1), ("branch7x7dbl_3", n, n, 1, 7), ("branch7x7dbl_4", n, n, 7, 1),
-              ("branch7x7dbl_5", n, 192, 1, 7), ("branch_pool", 768, 192, 1, 1))
+        block(
+            f"Mixed_{name}",
+            ("branch1x1", 768, 192, 1, 1),
+            ("branch7x7_1", 768, n, 1, 1),
+            ("branch7x7_2", n, n, 1, 7),
+            ("branch7x7_3", n, 192, 7, 1),
+            ("branch7x7dbl_1", 768, n, 1, 1),
+            ("branch7x7dbl_2", n, n, 7, 1),
+            ("branch7x7dbl_3", n, n, 1, 7),
+            ("branch7x7dbl_4", n, n, 7, 1),
+            ("branch7x7dbl_5", n, 192, 1, 7),
+            ("branch_pool", 768, 192, 1, 1),
+        )
     block("AuxLogits", ("conv0", 768, 128, 1, 1), ("conv1", 128, 768, 5, 5))
     shapes += _linear("AuxLogits.fc", 768, 1000)
-    block("Mixed_7a", ("branch3x3_1", 768, 192, 1, 1), ("branch3x3_2", 192, 320, 3, 3),
-          ("branch7x7x3_1", 768, 192, 1, 1), ("branch7x7x3_2", 192, 192, 1, 7), ("branch7x7x3_3", 192, 192, 7, 1),
-          ("branch7x7x3_4", 192, 192, 3, 3))
+    block(
+        "Mixed_7a",
+        ("branch3x3_1", 768, 192, 1, 1),
+        ("branch3x3_2", 192, 320, 3, 3),
+        ("branch7x7x3_1", 768, 192, 1, 1),
+        ("branch7x7x3_2", 192, 192, 1, 7),
+        ("branch7x7x3_3", 192, 192, 7, 1),
+        ("branch7x7x3_4", 192, 192, 3, 3),
+    )
     for name, n_in in (("7b", 1280), ("7c", 2048)):
-        block(f"Mixed_{name}", ("branch1x1", n_in, 320, 1, 1), ("branch3x3_1", n_in, 384, 1, 1),
-              ("branch3x3_2a", 384, 384, 1, 3), ("branch3x3_2b", 384, 384, 3, 1), ("branch3x3dbl_1", n_in, 448, 1, 1),
-              ("branch3x3dbl_2", 448, 384, 3, 3), ("branch3x3dbl_3a", 384, 384, 1, 3),
-              ("branch3x3dbl_3b", 384, 384, 3, 1), ("branch_pool", n_in, 192, 1, 1))
+        block(
+            f"Mixed_{name}",
+            ("branch1x1", n_in, 320, 1, 1),
+            ("branch3x3_1", n_in, 384, 1, 1),
+            ("branch3x3_2a", 384, 384, 1, 3),
+            ("branch3x3_2b", 384, 384, 3, 1),
+            ("branch3x3dbl_1", n_in, 448, 1, 1),
+            ("branch3x3dbl_2", 448, 384, 3, 3),
+            ("branch3x3dbl_3a", 384, 384, 1, 3),
+            ("branch3x3dbl_3b", 384, 384, 3, 1),
+            ("branch_pool", n_in, 192, 1, 1),
+        )
     return shapes + _linear("fc", 2048, 1000)
 
 

@@ -19,8 +19,7 @@ def merge(paths: Sequence[Path]) -> list[dict[str, Any]]:
             events = json.loads(path.read_text())
             start = next(event["args"][START_KEY] for event in events if START_KEY in event.get("args", {}))
         except (ValueError, AttributeError, TypeError, KeyError, StopIteration):
-            raise ValueError(f"{path} must be a timeline of Horovod or horovod_aps, with {START_KEY}"
-                             ) from None
+            raise ValueError(f"{path} must be a timeline of Horovod or horovod_aps, with {START_KEY}") from None
         parts.append((start, events))
     origin = min(start for start, _ in parts)
     merged = []
@@ -34,8 +33,9 @@ def add_parser(subparsers: Any) -> None:
     """Add the `timeline` subcommand."""
     parser = subparsers.add_parser("timeline", help="merge timelines of Horovod and horovod_aps")
     parser.add_argument("files", nargs="+", type=Path, help="Horovod's timeline and trace.rank<r>.json files")
-    parser.add_argument("--output", type=Path, default=Path("merged.json"),
-                        help="the merged file (default: %(default)s)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("merged.json"), help="the merged file (default: %(default)s)"
+    )
     parser.add_argument("--force", action="store_true", help="overwrite the output if it is there already")
     parser.set_defaults(run=_run)
 

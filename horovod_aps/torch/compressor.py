@@ -94,8 +94,10 @@ class APSCompressor(BaseCompressor, Compressor):
         if ctx is None:
             return seam.plain(tensor)
         if ctx.batch is None or ctx.layer is None:
-            raise ValueError("APSCompressor: this tensor was compressed but not all-reduced through us; op must be "
-                             "Average or Sum, and hvd.DistributedOptimizer(op=hvd.Adasum) is not supported")
+            raise ValueError(
+                "APSCompressor: this tensor was compressed but not all-reduced through us; op must be "
+                "Average or Sum, and hvd.DistributedOptimizer(op=hvd.Adasum) is not supported"
+            )
         try:
             self._finish(ctx)
         except LostPeer as error:
@@ -116,13 +118,22 @@ class APSCompressor(BaseCompressor, Compressor):
 
     # ---- The seam: tensors come in ------------------------------------------------------------------------
 
-    def _submit(self, tensors: Sequence[seam.WireTensor], outputs: Sequence[torch.Tensor],
-                names: Sequence[str | None], group: str | None, op: int, factor: float, process_set_id: int,
-                grouped: bool) -> int:
+    def _submit(
+        self,
+        tensors: Sequence[seam.WireTensor],
+        outputs: Sequence[torch.Tensor],
+        names: Sequence[str | None],
+        group: str | None,
+        op: int,
+        factor: float,
+        process_set_id: int,
+        grouped: bool,
+    ) -> int:
         """Take tensors that Horovod hands us, and return a handle that it can wait for. Never blocks."""
         if op not in (mpi_ops.Average, mpi_ops.Sum):
-            raise ValueError(f"APSCompressor: op must be Average or Sum, got {_op_name(op)}; "
-                             f"use hvd.Compression.none for it")
+            raise ValueError(
+                f"APSCompressor: op must be Average or Sum, got {_op_name(op)}; use hvd.Compression.none for it"
+            )
         device = tensors[0].device
         if grouped:
             batch = self._new_batch(process_set_id, device, self._group_label(group))
@@ -130,8 +141,9 @@ class APSCompressor(BaseCompressor, Compressor):
             batch = self._open_batch(process_set_id, device)
         if op == mpi_ops.Average:
             factor /= batch.size
-        layers = [self._layer(batch, tensor, output, name, factor)
-                  for tensor, output, name in zip(tensors, outputs, names)]
+        layers = [
+            self._layer(batch, tensor, output, name, factor) for tensor, output, name in zip(tensors, outputs, names)
+        ]
         if grouped:
             batch.group = layers
             for layer in layers:
@@ -146,20 +158,23 @@ class APSCompressor(BaseCompressor, Compressor):
         self._n_unnamed_groups += 1
         return f".noname.{self._n_unnamed_groups % 64}"
 
-    def _layer(self, batch: _Batch, tensor: seam.WireTensor, output: torch.Tensor, name: str | None,
-               factor: float) -> Layer:
+    def _layer(
+        self, batch: _Batch, tensor: seam.WireTensor, output: torch.Tensor, name: str | None, factor: float
+    ) -> Layer:
         """What the exchange must know of a tensor, whose context learns where its result will be."""
         context: _Context = tensor.aps_context
         if name is None:
             if self._options.error_feedback:
-                raise ValueError("APSCompressor: error_feedback must know a tensor from step to step; give "
-                                 "hvd.allreduce a name")
+                raise ValueError(
+                    "APSCompressor: error_feedback must know a tensor from step to step; give hvd.allreduce a name"
+                )
             name = f"noname.{batch.n_unnamed}"
             batch.n_unnamed += 1
         staged = context.staged
         result = staged if output is tensor else output.as_subclass(torch.Tensor)
-        layer = Layer(name, staged.shape, DTYPE_CODES[staged.dtype], staged.data_ptr(), result.data_ptr(), factor,
-                      context)
+        layer = Layer(
+            name, staged.shape, DTYPE_CODES[staged.dtype], staged.data_ptr(), result.data_ptr(), factor, context
+        )
         context.batch, context.result, context.layer = batch, result, layer
         return layer
 
@@ -211,16 +226,24 @@ class APSCompressor(BaseCompressor, Compressor):
             return False
         if exchange.transport is None:
             name = f"{self._name} {batch.process_set_id} {batch.members} {batch.device}"
-            exchange.connect(link(name, batch.members, batch.members.index(mpi_ops.rank()),
-                                  batch.ticket.word(SPEAKS_MPI), batch.ticket.addresses))
+            exchange.connect(
+                link(
+                    name,
+                    batch.members,
+                    batch.members.index(mpi_ops.rank()),
+                    batch.ticket.word(SPEAKS_MPI),
+                    batch.ticket.addresses,
+                )
+            )
         return True
 
     def _carrier(self, process_set: Any) -> CarrierBatch:
         known = self._carriers.get(process_set.process_set_id)
         if known is not None and known.members == tuple(process_set.ranks) and known.options is self._options:
             return known
-        new = CarrierBatch(f"{self._name}.{process_set.process_set_id}", process_set, self._options,
-                           self._carrier_statistics)
+        new = CarrierBatch(
+            f"{self._name}.{process_set.process_set_id}", process_set, self._options, self._carrier_statistics
+        )
         if known is not None and known.members == new.members:  # after set_format
             new.step_number = known.step_number
         self._carriers[process_set.process_set_id] = new
@@ -233,11 +256,14 @@ class APSCompressor(BaseCompressor, Compressor):
         key = ExchangeKey(process_set_id, str(device), members)
         found = self._exchanges.get(key)
         if found is None:
-            found = self._keep_exchange(key, Exchange(_kernels_for(device), None, self._options, partial(_on, device),
-                                                      overlap=True))
+            found = self._keep_exchange(
+                key, Exchange(_kernels_for(device), None, self._options, partial(_on, device), overlap=True)
+            )
             found.any_thread = device.type == "cpu"
-            found.tickets = TicketOffice(f"{self._name}.ticket.{process_set_id}.{device.type}",
-                                         partial(_open_ticket, process_set_id=process_set_id, members=members))
+            found.tickets = TicketOffice(
+                f"{self._name}.ticket.{process_set_id}.{device.type}",
+                partial(_open_ticket, process_set_id=process_set_id, members=members),
+            )
         return found
 
     # ---- Results go out -----------------------------------------------------------------------------------
@@ -256,7 +282,7 @@ class APSCompressor(BaseCompressor, Compressor):
             raise layer.error
         self._check(batch)
         if batch.carrier is not None and not layer.done:
-            batch.carrier.flush()
+            batch.carrier.flush([layer] if batch.group is None else batch.group)
         if batch.exchange is not None and batch.size > 1:
             batch.exchange.wait([layer] if batch.group is None else batch.group)
             self._look_for_idle_overrides(batch.exchange)
@@ -288,8 +314,9 @@ class _Gate:
 
 def _open_ticket(label: str, process_set_id: int, members: tuple[int, ...], packed: bool = True) -> Ticket:
     speaks_mpi = not packed or mpi_usable(mpi_ops._basics)
-    return Ticket(label, process_set_id, members.index(mpi_ops.rank()), len(members), packed=packed,
-                  speaks_mpi=speaks_mpi)
+    return Ticket(
+        label, process_set_id, members.index(mpi_ops.rank()), len(members), packed=packed, speaks_mpi=speaks_mpi
+    )
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:

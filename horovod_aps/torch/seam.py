@@ -55,19 +55,39 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_subclass(torch.Tensor) if isinstance(tensor, WireTensor) else tensor
 
 
-def _allreduce_async(tensor: WireTensor, output: torch.Tensor, divisor: int, name: Any, op: int, prescale: float,
-                     postscale: float, process_set_id: int) -> int:
+def _allreduce_async(
+    tensor: WireTensor,
+    output: torch.Tensor,
+    divisor: int,
+    name: Any,
+    op: int,
+    prescale: float,
+    postscale: float,
+    process_set_id: int,
+) -> int:
     if tensor.aps_context is None:
         function = mpi_ops._check_function(mpi_ops._allreduce_function_factory, plain(tensor))
-        return int(getattr(mpi_ops.mpi_lib, function)(plain(tensor), plain(output), divisor, name, op, prescale,
-                                                      postscale, process_set_id))
+        return int(
+            getattr(mpi_ops.mpi_lib, function)(
+                plain(tensor), plain(output), divisor, name, op, prescale, postscale, process_set_id
+            )
+        )
     text = name.decode() if isinstance(name, bytes) else None
-    return tensor.aps_compressor._submit([tensor], [output], [text], text, op, prescale * postscale / divisor,
-                                         process_set_id, grouped=False)
+    return tensor.aps_compressor._submit(
+        [tensor], [output], [text], text, op, prescale * postscale / divisor, process_set_id, grouped=False
+    )
 
 
-def _grouped_allreduce_async(tensors: Sequence[WireTensor], outputs: Sequence[torch.Tensor], divisor: int, name: Any,
-                             op: int, prescale: float, postscale: float, process_set_id: int) -> int:
+def _grouped_allreduce_async(
+    tensors: Sequence[WireTensor],
+    outputs: Sequence[torch.Tensor],
+    divisor: int,
+    name: Any,
+    op: int,
+    prescale: float,
+    postscale: float,
+    process_set_id: int,
+) -> int:
     ours = [i for i, tensor in enumerate(tensors) if tensor.aps_context is not None]
     others = [i for i, tensor in enumerate(tensors) if tensor.aps_context is None]
     function = ""
@@ -78,14 +98,28 @@ def _grouped_allreduce_async(tensors: Sequence[WireTensor], outputs: Sequence[to
         text = name.decode() if isinstance(name, bytes) else None
         names = [None if text is None else f"{text}.{i}" for i in ours]
         handle = tensors[ours[0]].aps_compressor._submit(
-            [tensors[i] for i in ours], [outputs[i] for i in ours], names, text, op, prescale * postscale / divisor,
-            process_set_id, grouped=True)
+            [tensors[i] for i in ours],
+            [outputs[i] for i in ours],
+            names,
+            text,
+            op,
+            prescale * postscale / divisor,
+            process_set_id,
+            grouped=True,
+        )
     if ours and others:
         mpi_ops._handle_map[handle] = ((), ())  # Horovod will wait for the others' handle, `decompress` for this one
     if others:
-        handle = getattr(mpi_ops.mpi_lib, function)([plain(tensors[i]) for i in others],
-                                                    [plain(outputs[i]) for i in others], divisor, name, op, prescale,
-                                                    postscale, process_set_id)
+        handle = getattr(mpi_ops.mpi_lib, function)(
+            [plain(tensors[i]) for i in others],
+            [plain(outputs[i]) for i in others],
+            divisor,
+            name,
+            op,
+            prescale,
+            postscale,
+            process_set_id,
+        )
     return handle
 
 

@@ -24,8 +24,9 @@ NUDGE_SECONDS = 0.05  # that the others may be late before they are nudged, and 
 class Ticket:
     """One such operation under way, or over."""
 
-    def __init__(self, label: str, process_set_id: int, rank: int, size: int, *, packed: bool,
-                 speaks_mpi: bool) -> None:
+    def __init__(
+        self, label: str, process_set_id: int, rank: int, size: int, *, packed: bool, speaks_mpi: bool
+    ) -> None:
         words = np.zeros(N_WORDS + sockets.WORDS_PER_RANK * size, np.int32)
         words[:N_WORDS] = (1, packed, speaks_mpi)
         if packed and not speaks_mpi:
@@ -34,7 +35,8 @@ class Ticket:
         self._words = torch.from_numpy(words)
         self._over = False
         self.handle: int = mpi_ops.mpi_lib.horovod_torch_allreduce_async_torch_IntTensor(
-            self._words, self._words, 1, label.encode(), mpi_ops.Sum, 1.0, 1.0, process_set_id)
+            self._words, self._words, 1, label.encode(), mpi_ops.Sum, 1.0, 1.0, process_set_id
+        )
 
     def is_over(self) -> bool:
         """Whether all ranks have answered; never blocks."""
@@ -80,12 +82,16 @@ class Ticket:
         """Raise ValueError, on all ranks, if not all of them are here and mean the same transport."""
         n_present, n_packed = self.word(PRESENT), self.word(PACKED)
         if 0 < n_packed < n_present:
-            raise ValueError(f'APSCompressor: option transport is "packed" on {n_packed} ranks and "allreduce" on '
-                             f"{n_present - n_packed}; all ranks must use the same options")
+            raise ValueError(
+                f'APSCompressor: option transport is "packed" on {n_packed} ranks and "allreduce" on '
+                f"{n_present - n_packed}; all ranks must use the same options"
+            )
         if n_packed and n_present != self._size:
-            raise ValueError(f"APSCompressor: {self._size - n_present} of {self._size} ranks are in hvd.join(), which "
-                             f'only a plain all-reduce can go on without; use APSCompressor(..., '
-                             f'transport="allreduce")')
+            raise ValueError(
+                f"APSCompressor: {self._size - n_present} of {self._size} ranks are in hvd.join(), which "
+                f"only a plain all-reduce can go on without; use APSCompressor(..., "
+                f'transport="allreduce")'
+            )
 
 
 class TicketOffice:

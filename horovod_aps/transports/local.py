@@ -29,8 +29,9 @@ class LocalTransport:
 
     memory = "host"
 
-    def __init__(self, rank: int, size: int, board: Board, mail: list[deque[tuple[int, bytes]]],
-                 lock: threading.Lock) -> None:
+    def __init__(
+        self, rank: int, size: int, board: Board, mail: list[deque[tuple[int, bytes]]], lock: threading.Lock
+    ) -> None:
         self.rank, self.size, self._board, self._mail, self._lock = rank, size, board, mail, lock
 
     @classmethod

@@ -96,7 +96,8 @@ class MpiTransport:
                 atexit.register(_take_leave)
             _open.append(self)
         self._thread: threading.Thread | None = threading.Thread(
-            target=self._connect, args=(list(ranks), tag % MAX_TAG), name="horovod_aps connect", daemon=True)
+            target=self._connect, args=(list(ranks), tag % MAX_TAG), name="horovod_aps connect", daemon=True
+        )
         self._thread.start()
 
     def _connect(self, ranks: list[int], tag: int) -> None:
@@ -191,4 +192,4 @@ class MpiTransport:
 
 def _chunks(array: np.ndarray, piece: int) -> list[np.ndarray]:
     """Pieces of a message; none for an empty one."""
-    return [array[start:start + piece] for start in range(0, len(array), piece)]
+    return [array[start : start + piece] for start in range(0, len(array), piece)]

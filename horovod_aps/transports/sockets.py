@@ -282,8 +282,10 @@ class SocketTransport:
         self.rank = rank
         raw = np.asarray(words, np.int32).reshape(-1, WORDS_PER_RANK)
         self.size, self._name = len(raw), name
-        self._addresses = [(socket.inet_ntoa(row[:4]), struct.unpack("<H", row[4:6])[0], row[6:])
-                           for row in (entry.tobytes() for entry in raw)]
+        self._addresses = [
+            (socket.inet_ntoa(row[:4]), struct.unpack("<H", row[4:6])[0], row[6:])
+            for row in (entry.tobytes() for entry in raw)
+        ]
         self._peers: dict[int, _Peer] = {}
         self._calls: dict[int, socket.socket] = {}
         self._deadline = time.monotonic() + CONNECT_SECONDS
@@ -307,8 +309,10 @@ class SocketTransport:
         if len(self._peers) < self.size - 1 and time.monotonic() > self._deadline:
             missing = min(set(range(self.size)) - set(self._peers) - {self.rank})
             host, port, _ = self._addresses[missing]
-            raise LostPeer(f"rank {missing} cannot be reached at {host}:{port} after {CONNECT_SECONDS:.0f} s; if that "
-                           f"is the wrong network, choose another with horovodrun --network-interfaces")
+            raise LostPeer(
+                f"rank {missing} cannot be reached at {host}:{port} after {CONNECT_SECONDS:.0f} s; if that "
+                f"is the wrong network, choose another with horovodrun --network-interfaces"
+            )
         return len(self._peers) == self.size - 1
 
     def _call(self, other: int) -> socket.socket | None:

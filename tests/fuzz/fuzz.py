@@ -58,14 +58,24 @@ def run(target: Path, guided: bool, seconds: int, corpus: Path, seed: int = 1) -
         rng = random.Random(seed)
         for i in range(N_SEEDS):
             (corpus / f"seed{i}").write_bytes(rng.randbytes(rng.randrange(20, 300)))
-        command = [str(target), f"-max_total_time={seconds}", f"-seed={seed}", "-max_len=512", "-len_control=0",
-                   "-timeout=20", "-print_final_stats=1", f"-artifact_prefix={corpus}/", str(corpus)]
+        command = [
+            str(target),
+            f"-max_total_time={seconds}",
+            f"-seed={seed}",
+            "-max_len=512",
+            "-len_control=0",
+            "-timeout=20",
+            "-print_final_stats=1",
+            f"-artifact_prefix={corpus}/",
+            str(corpus),
+        ]
     else:
         command = [str(target), str(seconds), str(seed)]
     # Sanitizers and a preloaded library get into each other's way; nothing here needs one.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds + 120,
-                          env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", timeout=seconds + 120, env=environment
+    )
     output = done.stdout + done.stderr
     finding = "" if done.returncode == 0 else output[-6000:]
     counted = re.search(r"number_of_executed_units: (\d+)|(\d+) inputs", output)

@@ -44,8 +44,9 @@ def make_model(seed: int = 0) -> keras.Model:
 
 def fit(model: keras.Model, epochs: int = 1, seed: int = 0, callbacks=(), batch_size: int = 32) -> dict:
     x, y, _, _ = digits(seed)
-    return model.fit(x, y, batch_size=batch_size, epochs=epochs, verbose=0, shuffle=False,
-                     callbacks=list(callbacks)).history
+    return model.fit(
+        x, y, batch_size=batch_size, epochs=epochs, verbose=0, shuffle=False, callbacks=list(callbacks)
+    ).history
 
 
 @pytest.mark.parametrize("wrap", [hvd.DistributedOptimizer, hvd_keras.DistributedOptimizer], ids=["hvd", "hvd.keras"])
@@ -78,7 +79,11 @@ def test_overrides_know_variables_by_their_paths(run_eagerly, accumulation):
     x, y, _, _ = digits(0)
     model.fit(x[:64], y[:64], batch_size=16, verbose=0)
     assert {name: row["format"] for name, row in compressor.stats()["layers"].items()} == {
-        "stem/kernel": "e4m3", "stem/bias": "e5m10", "fc/kernel": "float32", "fc/bias": "float32"}
+        "stem/kernel": "e4m3",
+        "stem/bias": "e5m10",
+        "fc/kernel": "float32",
+        "fc/bias": "float32",
+    }
 
 
 def test_overrides_in_a_sequential_model():
@@ -90,8 +95,15 @@ def test_overrides_in_a_sequential_model():
     x, y, _, _ = digits(0)
     model.fit(x[:16], y[:16], batch_size=16, verbose=0)
     formats = {name: row["format"] for name, row in compressor.stats()["layers"].items()}
-    assert formats == {f"{model.name}/{name}": fmt for name, fmt in (
-        ("stem/kernel", "e4m3"), ("stem/bias", "e4m3"), ("fc/kernel", "float32"), ("fc/bias", "float32"))}
+    assert formats == {
+        f"{model.name}/{name}": fmt
+        for name, fmt in (
+            ("stem/kernel", "e4m3"),
+            ("stem/bias", "e4m3"),
+            ("fc/kernel", "float32"),
+            ("fc/bias", "float32"),
+        )
+    }
 
 
 @pytest.mark.parametrize("compression", [None, hvd.Compression.fp16, APSCompressor(4, 3)], ids=["none", "fp16", "aps"])
@@ -108,7 +120,7 @@ def test_fit_reduces_and_keeps_replicas_identical(compression):
     n = len(x) // 32 * 32
     for _ in range(2):
         for start in range(0, n, 32):
-            alone.train_on_batch(*(part[:, start:start + 32].reshape(-1, *part.shape[2:]) for part in everyone))
+            alone.train_on_batch(*(part[:, start : start + 32].reshape(-1, *part.shape[2:]) for part in everyone))
         if n < len(x):
             alone.train_on_batch(*(part[:, n:].reshape(-1, *part.shape[2:]) for part in everyone))
     distance = [np.abs(a.numpy() - b.numpy()).max() for a, b in zip(model.weights, alone.weights)]
@@ -129,15 +141,18 @@ def test_gradient_accumulation_reduces_once_per_update():
     alone.compile(keras.optimizers.SGD(0.1, clipnorm=1.0), loss=LOSS)
     everyone = [hvd.allgather(tf.constant(part[None, :256])).numpy() for part in (x, y)]
     for start in (0, 128):
-        alone.train_on_batch(*(part[:, start:start + 128].reshape(-1, *part.shape[2:]) for part in everyone))
+        alone.train_on_batch(*(part[:, start : start + 128].reshape(-1, *part.shape[2:]) for part in everyone))
     for weight, wanted in zip(model.get_weights(), alone.get_weights()):
         np.testing.assert_allclose(weight, wanted, atol=1e-4)
 
 
 def test_gradient_accumulation_eagerly():
     model = make_model()
-    model.compile(DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), APSCompressor(4, 3)),
-                  loss=LOSS, run_eagerly=True)
+    model.compile(
+        DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), APSCompressor(4, 3)),
+        loss=LOSS,
+        run_eagerly=True,
+    )
     x, y, _, _ = digits(0)
     model.fit(x[:128], y[:128], batch_size=32, verbose=0)
     assert replicas_equal(model.weights)
@@ -185,11 +200,23 @@ def test_no_step_looks_at_the_stack(monkeypatch, built):
 
 
 # What the stock optimizer takes, and ours with it; None: refused, with a reason.
-TAKEN = {"name": "mine", "compression": hvd.Compression.fp16, "sparse_as_dense": True, "op": hvd.Sum,
-         "gradient_predivide_factor": 2.0, "backward_passes_per_step": 2, "average_aggregated_gradients": True,
-         "num_groups": 2, "groups": 1, "process_set": hvd.global_process_set}
-REFUSED = {"device_dense": ("/CPU:0", "where they are"), "device_sparse": ("/CPU:0", "where they are"),
-           "scale_local_gradients": (False, "no local variables")}
+TAKEN = {
+    "name": "mine",
+    "compression": hvd.Compression.fp16,
+    "sparse_as_dense": True,
+    "op": hvd.Sum,
+    "gradient_predivide_factor": 2.0,
+    "backward_passes_per_step": 2,
+    "average_aggregated_gradients": True,
+    "num_groups": 2,
+    "groups": 1,
+    "process_set": hvd.global_process_set,
+}
+REFUSED = {
+    "device_dense": ("/CPU:0", "where they are"),
+    "device_sparse": ("/CPU:0", "where they are"),
+    "scale_local_gradients": (False, "no local variables"),
+}
 
 
 @pytest.mark.filterwarnings("ignore:DistributedOptimizer. num_groups:DeprecationWarning")
@@ -209,10 +236,10 @@ def test_optimizer_takes_what_the_stock_one_takes():
 @pytest.mark.parametrize("compression", [None, APSCompressor(5, 10)], ids=["none", "aps"])
 @pytest.mark.parametrize("average", [False, True])
 def test_backward_passes_per_step(average, compression):
-    """Two batches make a step. Oracle: Horovod's definition by hand, the sum or the mean of both, averaged over ranks.
-    """
-    optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0), compression, backward_passes_per_step=2,
-                                     average_aggregated_gradients=average)
+    """Two batches make a step. Oracle: Horovod's definition by hand, the sum or the mean of both, averaged over ranks."""
+    optimizer = DistributedOptimizer(
+        keras.optimizers.SGD(1.0), compression, backward_passes_per_step=2, average_aggregated_gradients=average
+    )
     variable = keras.Variable(np.zeros(3, np.float32))
     moves = []
     for batch in range(4):
@@ -261,8 +288,10 @@ def test_embedding(sparse_as_dense):
     """Sparse gradients are gathered by Horovod, or reduced densely. Oracle: equal replicas that moved."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.layers.Embedding(20, 4), keras.layers.Flatten(), keras.layers.Dense(1)])
-    model.compile(DistributedOptimizer(keras.optimizers.SGD(0.1), APSCompressor(4, 3), sparse_as_dense=sparse_as_dense),
-                  loss="mse")
+    model.compile(
+        DistributedOptimizer(keras.optimizers.SGD(0.1), APSCompressor(4, 3), sparse_as_dense=sparse_as_dense),
+        loss="mse",
+    )
     x = np.random.default_rng(hvd.rank()).integers(0, 20, (32, 3))
     model.build(x.shape)
     before = model.get_weights()
@@ -341,12 +370,17 @@ class Stock(stock_callbacks.LearningRateScheduleCallbackImpl):
         self.on_batch_begin(batch)
 
 
-@pytest.mark.parametrize("options", [
-    {"multiplier": 0.5}, {"multiplier": 0.5, "start_epoch": 2, "end_epoch": 4},
-    {"multiplier": lambda epoch: 1 / (1 + epoch), "end_epoch": 3},
-    {"multiplier": lambda epoch: 1 / (1 + epoch), "staircase": False, "start_epoch": 1},
-    {"multiplier": 0.9, "staircase": False, "steps_per_epoch": 8},
-], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"multiplier": 0.5},
+        {"multiplier": 0.5, "start_epoch": 2, "end_epoch": 4},
+        {"multiplier": lambda epoch: 1 / (1 + epoch), "end_epoch": 3},
+        {"multiplier": lambda epoch: 1 / (1 + epoch), "staircase": False, "start_epoch": 1},
+        {"multiplier": 0.9, "staircase": False, "steps_per_epoch": 8},
+    ],
+    ids=str,
+)
 def test_schedule_equals_horovods(options):
     """Oracle: Horovod's callback, which Keras 3 does not get along with."""
     wanted = rates_of(Stock(0.4, **options), SimpleNamespace(lr=0.1, learning_rate=0.1))
@@ -359,12 +393,19 @@ def test_callbacks_say_what_they_do(capsys):
     rates_of(warmup, SimpleNamespace(learning_rate=0.1))
     rates_of(schedule, SimpleNamespace(learning_rate=0.1))
     said = [line for line in capsys.readouterr().out.splitlines() if line]
-    assert said == ([] if hvd.rank() else ["Epoch 2: finished gradual learning rate warmup to 0.4.",
-                                           "Epoch 5: learning rate set to 0.4.", "Epoch 6: learning rate set to 0.2."])
+    assert said == (
+        []
+        if hvd.rank()
+        else [
+            "Epoch 2: finished gradual learning rate warmup to 0.4.",
+            "Epoch 5: learning rate set to 0.4.",
+            "Epoch 6: learning rate set to 0.2.",
+        ]
+    )
     for one in (LearningRateWarmupCallback, LearningRateScheduleCallback):
         stock = inspect.signature(getattr(hvd_keras.callbacks, one.__name__)).parameters
         ours = inspect.signature(one).parameters
-        assert [*ours][:len(stock)] == [*stock] and "verbose" in ours
+        assert [*ours][: len(stock)] == [*stock] and "verbose" in ours
     with pytest.raises(ValueError, match="momentum_correction must be False"):
         LearningRateWarmupCallback(0.4, momentum_correction=True)
 
@@ -481,8 +522,15 @@ def test_broadcast_metrics_and_warmup_callbacks():
     """Ranks start differently and end equal; metrics are averages; the learning rate ends where it should."""
     model = make_model(seed=hvd.rank())
     model.compile(DistributedOptimizer(keras.optimizers.Adam(0.01), APSCompressor(4, 3)), loss=LOSS)
-    history = fit(model, epochs=2, callbacks=[BroadcastGlobalVariablesCallback(0), MetricAverageCallback(),
-                                              LearningRateWarmupCallback(0.01, warmup_epochs=1)])
+    history = fit(
+        model,
+        epochs=2,
+        callbacks=[
+            BroadcastGlobalVariablesCallback(0),
+            MetricAverageCallback(),
+            LearningRateWarmupCallback(0.01, warmup_epochs=1),
+        ],
+    )
     assert replicas_equal(model.weights) and replicas_equal([np.array(history["loss"])])
     assert float(model.optimizer.learning_rate) == pytest.approx(0.01)
     assert history["loss"][1] < history["loss"][0]
@@ -543,7 +591,7 @@ def test_two_models_in_two_threads():
             if not hvd.mpi_enabled():
                 with turn:
                     assert turn.wait_for(lambda: turns[which] <= turns[1 - which] - which, 60)
-            step(x[start:start + 32], y[start:start + 32])
+            step(x[start : start + 32], y[start : start + 32])
             with turn:
                 turns[which] += 1
                 turn.notify_all()
@@ -557,7 +605,7 @@ def test_two_models_in_two_threads():
 
     together = [APSCompressor(4, 3, error_feedback=True) for _ in range(2)]
     threads = [threading.Thread(target=guarded, args=(which, together[which])) for which in range(2)]
-    for thread in threads[::1 if hvd.rank() == 0 else -1]:
+    for thread in threads[:: 1 if hvd.rank() == 0 else -1]:
         thread.start()
         time.sleep(0.05)
     for thread in threads:

@@ -139,7 +139,7 @@ def test_tape_equals_simulation(groups, graph):
     assert results[3] is None
     if not groups:
         dense = tf.convert_to_tensor(results[4]).numpy()
-        assert (dense[:hvd.size()] == AVERAGE).all() and not dense[hvd.size():].any()
+        assert (dense[: hvd.size()] == AVERAGE).all() and not dense[hvd.size() :].any()
 
 
 def test_tape_predivide_factor():
@@ -170,7 +170,7 @@ def train(compressor, groups, graph: bool, n_steps: int, seed: int = 0, batch: i
     step = tf.function(step, reduce_retracing=True) if graph else step
     for i in range(n_steps):
         start = i * batch % (len(x) - batch)
-        step(tf.constant(x[start:start + batch]), tf.constant(y[start:start + batch]))
+        step(tf.constant(x[start : start + batch]), tf.constant(y[start : start + batch]))
     return w
 
 
@@ -183,6 +183,7 @@ def test_tape_many_steps_keep_replicas_identical(groups, n_steps, graph):
 
 def test_tape_digits_accuracy():
     """Oracle: the same loop without compression; within one point over 5 seeds."""
+
     def accuracy(compressor, seed):
         w = train(compressor, 1, True, 150, seed)
         _, _, x, y = digits(seed)
@@ -411,8 +412,12 @@ def test_overrides_know_layers_of_a_graph_by_their_names(groups):
         check(dict(zip(grads[0], [x.numpy() for x in gradients()])), wanted)
     found = {layer: row["format"] for layer, row in compressor.stats()["layers"].items()}
     assert sorted(found.values()) == ["e4m3", "e5m10", "float32"]
-    assert all(fmt == {"stem": "e4m3", "fc": "float32", "head": "e5m10"}[name]
-               for layer, fmt in found.items() for name in names if name in layer)
+    assert all(
+        fmt == {"stem": "e4m3", "fc": "float32", "head": "e5m10"}[name]
+        for layer, fmt in found.items()
+        for name in names
+        if name in layer
+    )
 
 
 @MODES
@@ -478,9 +483,13 @@ def test_v1_optimizer_in_a_session(groups, passes):
         start = [np.random.default_rng(i).standard_normal(5 + i).astype(np.float32) for i in range(4)]
         w = [tf.compat.v1.get_variable(f"w{i}", initializer=v) for i, v in enumerate(start)]
         loss = sum(tf.reduce_sum(v * v * (hvd.rank() + 1.0)) for v in w)
-        optimizer = hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.01), groups=groups,
-                                             compression=APSCompressor(5, 10), op=hvd.Sum,
-                                             backward_passes_per_step=passes)
+        optimizer = hvd.DistributedOptimizer(
+            tf.compat.v1.train.GradientDescentOptimizer(0.01),
+            groups=groups,
+            compression=APSCompressor(5, 10),
+            op=hvd.Sum,
+            backward_passes_per_step=passes,
+        )
         step = optimizer.minimize(loss)
         conds = [op for op in graph.get_operations() if op.type in ("If", "StatelessIf")]
         ordered = conds if passes == 1 else []  # the order is in the graph, not left to the scheduler

@@ -22,8 +22,9 @@ from horovod_aps.tensorflow import APSCompressor, devices
 
 hvd.init()
 tf.config.threading.set_inter_op_parallelism_threads(1)
-tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0],
-                                           [tf.config.LogicalDeviceConfiguration()] * 2)
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+)
 HOST, GPU = "/job:localhost/replica:0/task:0/device:CPU:0", "/job:localhost/replica:0/task:0/device:CPU:1"
 MODES = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 AVERAGE = 1 / hvd.size()
@@ -76,7 +77,7 @@ def test_residuals_of_gradients_on_gpu_stay_there(graph):
     for step in range(3):
         grads = make_gradients((100, 7, 0, 33), hvd.size(), seed=step)
         check(reduce(grads, there, graph), reduce(grads, here, False, HOST))
-    exchange, = there._exchanges.values()
+    (exchange,) = there._exchanges.values()
     assert all(isinstance(values, cuda_standin.ndarray) for values in exchange.residuals.values())
     wanted = here.state_dict()["residuals"]
     assert len(wanted) == 4
@@ -172,5 +173,6 @@ def test_without_cupy_gradients_are_copied_to_the_host(graph, monkeypatch):
         results = run(step, tensors, graph)
     devices.array_module.cache_clear()
     assert len([entry for entry in caught if "CuPy is not installed" in str(entry.message)]) == 1
-    check({name: result.numpy() for name, result in zip(grads[0], results)},
-          expected(grads, Format(4, 3), factor=AVERAGE))
+    check(
+        {name: result.numpy() for name, result in zip(grads[0], results)}, expected(grads, Format(4, 3), factor=AVERAGE)
+    )

@@ -55,8 +55,13 @@ def test_backward_passes_per_step():
     """Local aggregation: every second batch is exchanged. Oracle: the compressor's own count."""
     compressor = APSCompressor(4, 3)
     model = make_model()
-    optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.1), compression=compressor, groups=1,
-                                         backward_passes_per_step=2, average_aggregated_gradients=True)
+    optimizer = hvd.DistributedOptimizer(
+        tf.keras.optimizers.SGD(0.1),
+        compression=compressor,
+        groups=1,
+        backward_passes_per_step=2,
+        average_aggregated_gradients=True,
+    )
     compile_model(model, optimizer)
     x, y, _, _ = digits(0)
     model.fit(x[:256], y[:256], batch_size=32, verbose=0)

@@ -166,8 +166,10 @@ def test_allreduce_relative_error_at_any_scale(fmt, bound):
     """Oracle: the exact average in float64; scales from 1e-30 to 1e+30 in one batch."""
     scales = [10.0**k for k in range(-30, 31, 6)]
     per_rank = [
-        {f"{i}": (np.random.default_rng([rank, i]).standard_normal(3000) * s).astype(np.float32)
-         for i, s in enumerate(scales)}
+        {
+            f"{i}": (np.random.default_rng([rank, i]).standard_normal(3000) * s).astype(np.float32)
+            for i, s in enumerate(scales)
+        }
         for rank in range(hvd.size())
     ]
     actual = grouped(per_rank, APSCompressor(*fmt))
@@ -178,9 +180,14 @@ def test_allreduce_relative_error_at_any_scale(fmt, bound):
 
 @pytest.mark.parametrize(
     "arguments, error",
-    [({"e": 0, "m": 3}, ValueError), ({"e": 4, "m": 30}, ValueError), ({"e": "4", "m": 3}, TypeError),
-     ({"e": 4, "m": 3, "accumulate": "double"}, ValueError), ({"e": 4, "m": 3, "bucket_mb": -1}, ValueError),
-     ({"e": 4, "m": 3, "colour": 1}, TypeError)],
+    [
+        ({"e": 0, "m": 3}, ValueError),
+        ({"e": 4, "m": 30}, ValueError),
+        ({"e": "4", "m": 3}, TypeError),
+        ({"e": 4, "m": 3, "accumulate": "double"}, ValueError),
+        ({"e": 4, "m": 3, "bucket_mb": -1}, ValueError),
+        ({"e": 4, "m": 3, "colour": 1}, TypeError),
+    ],
     ids=str,
 )
 def test_compressor_refuses_wrong_arguments(arguments, error):
@@ -192,8 +199,11 @@ def test_compressor_refuses_wrong_arguments(arguments, error):
 def test_disagreement_raises_on_every_rank_and_the_process_goes_on(what):
     """The last rank differs; every rank must get a ValueError that names it, and the next exchange works."""
     odd = hvd.rank() == hvd.size() - 1
-    compressor = APSCompressor(5 if odd and what == "format" else 4, 2 if odd and what == "format" else 3,
-                               accumulate="kahan" if odd and what == "accumulate" else "float32")
+    compressor = APSCompressor(
+        5 if odd and what == "format" else 4,
+        2 if odd and what == "format" else 3,
+        accumulate="kahan" if odd and what == "accumulate" else "float32",
+    )
     shape = (5, 2) if odd and what == "shape" else (2, 5)
     dtype = torch.float64 if odd and what == "dtype" else torch.float32
     scale = 2.0 if odd and what == "scale" else 1.0
@@ -225,26 +235,33 @@ def test_disagreement_with_the_allreduce_transport(what):
     odd = hvd.rank() == hvd.size() - 1
     compressor = APSCompressor(4, 3, transport="packed" if odd and what == "transport" else "allreduce")
     with pytest.raises(ValueError, match="all ranks must use the same"):
-        hvd.allreduce(torch.ones(5), name="odd", compression=compressor,
-                      op=hvd.Sum if odd and what == "op" else hvd.Average)
+        hvd.allreduce(
+            torch.ones(5), name="odd", compression=compressor, op=hvd.Sum if odd and what == "op" else hvd.Average
+        )
     assert torch.all(hvd.allreduce(torch.ones(7), name="fresh", compression=APSCompressor(4, 3)) == 1)
 
 
-@pytest.mark.parametrize("name, op, in_place", [("mixed", hvd.Average, False), (None, hvd.Sum, False),
-                                                ("mixed", hvd.Sum, True), (None, hvd.Average, True)])
+@pytest.mark.parametrize(
+    "name, op, in_place",
+    [("mixed", hvd.Average, False), (None, hvd.Sum, False), ("mixed", hvd.Sum, True), (None, hvd.Average, True)],
+)
 @pytest.mark.parametrize("order", ["ifif", "fiif", "ii"])
 @pytest.mark.parametrize("transport", ["packed", "allreduce"])
 def test_group_of_integers_and_floats(transport, order, name, op, in_place):
     """Oracles: integers by stock Horovod, floats in a group of their own by a compressor with the same options."""
     random = torch.Generator().manual_seed(hvd.rank())
-    tensors = [torch.randn(50 + i, generator=random) if kind == "f" else
-               torch.randint(-1000, 1000, (40 + i,), generator=random, dtype=(torch.int32, torch.int64)[i % 2])
-               for i, kind in enumerate(order)]
+    tensors = [
+        torch.randn(50 + i, generator=random)
+        if kind == "f"
+        else torch.randint(-1000, 1000, (40 + i,), generator=random, dtype=(torch.int32, torch.int64)[i % 2])
+        for i, kind in enumerate(order)
+    ]
     floats = [i for i, tensor in enumerate(tensors) if tensor.is_floating_point()]
     wanted = [hvd.allreduce(tensor, op=op, name=f"oracle.{i}") for i, tensor in enumerate(tensors)]
     if floats:
-        alone = hvd.grouped_allreduce([tensors[i] for i in floats], name="alone", op=op,
-                                      compression=APSCompressor(4, 3, transport=transport))
+        alone = hvd.grouped_allreduce(
+            [tensors[i] for i in floats], name="alone", op=op, compression=APSCompressor(4, 3, transport=transport)
+        )
         for i, result in zip(floats, alone):
             wanted[i] = result
     n_handles = len(mpi_ops._handle_map)
@@ -272,6 +289,8 @@ def test_carrier_equals_simulation(fmt):
     compressor = APSCompressor(*fmt, transport="allreduce")
     result = hvd.allreduce(to_torch(grads[hvd.rank()]), name="pairs", op=hvd.Sum, compression=compressor)
     assert_same_bits(to_numpy(result), wanted)
+
+
 def test_class_instead_of_instance_is_named():
     """As one writes compression=hvd.Compression.fp16; in a hook of an optimizer it is the same call."""
     with pytest.raises(TypeError, match=r"not the class; write compression=APSCompressor\(e=4, m=3\)"):

@@ -34,7 +34,9 @@ class Run:
         self.compressor = APSCompressor(3, 1, **options)
         self.optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9),
-            named_parameters=self.model.named_parameters(), compression=self.compressor)
+            named_parameters=self.model.named_parameters(),
+            compression=self.compressor,
+        )
 
     def train(self, steps: range) -> None:
         for step in steps:
@@ -53,8 +55,14 @@ def test_resumed_run_equals_uninterrupted_run(options):
     whole.train(range(10))
     first.train(range(4))
     file = io.BytesIO()
-    torch.save({"model": first.model.state_dict(), "optimizer": first.optimizer.state_dict(),
-                "compressor": first.compressor.state_dict()}, file)
+    torch.save(
+        {
+            "model": first.model.state_dict(),
+            "optimizer": first.optimizer.state_dict(),
+            "compressor": first.compressor.state_dict(),
+        },
+        file,
+    )
     file.seek(0)
     state = torch.load(file, weights_only=True)
     resumed = Run(options, seed=9)

@@ -33,11 +33,17 @@ def accuracy(compression: object, seed: int) -> float:
     x, y, test_x, test_y = data()
     torch.manual_seed(seed)
     model = torch.nn.Sequential(
-        torch.nn.Conv2d(1, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(2),
-        torch.nn.Conv2d(8, 16, 3, padding=1), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(256, 10),
+        torch.nn.Conv2d(1, 8, 3, padding=1),
+        torch.nn.ReLU(),
+        torch.nn.MaxPool2d(2),
+        torch.nn.Conv2d(8, 16, 3, padding=1),
+        torch.nn.ReLU(),
+        torch.nn.Flatten(),
+        torch.nn.Linear(256, 10),
     )
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), 0.2, momentum=0.9), named_parameters=model.named_parameters(),
+        torch.optim.SGD(model.parameters(), 0.2, momentum=0.9),
+        named_parameters=model.named_parameters(),
         compression=compression,
     )
     n_steps = EPOCHS * (len(x) // (BATCH * hvd.size()))

@@ -22,8 +22,9 @@ hvd.init()
 
 def wrap(model: torch.nn.Module, compressor: APSCompressor, prefix: str = "") -> torch.optim.Optimizer:
     named = [(prefix + name, p) for name, p in model.named_parameters()]
-    return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), named_parameters=named,
-                                    compression=compressor)
+    return hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), named_parameters=named, compression=compressor
+    )
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -115,8 +116,9 @@ def test_two_models_in_two_threads():
     for i, model in enumerate(alone):
         train(model, wrap(model, APSCompressor(*[(4, 3), (5, 2)][i]), f"alone{i}."), range(10))
     together = [make_model(seed) for seed in range(2)]
-    optimizers = [wrap(model, compressor, f"thread{i}.")
-                  for i, (model, compressor) in enumerate(zip(together, compressors))]
+    optimizers = [
+        wrap(model, compressor, f"thread{i}.") for i, (model, compressor) in enumerate(zip(together, compressors))
+    ]
     errors: list[BaseException] = []
 
     def work(i: int) -> None:

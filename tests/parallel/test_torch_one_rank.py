@@ -24,8 +24,9 @@ def test_training_equals_training_without_horovod(options):
     model = copy.deepcopy(alone)
     plain = torch.optim.SGD(alone.parameters(), 0.1)
     compressor = APSCompressor(4, 3, **options)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), compression=compressor,
-                                         named_parameters=model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), compression=compressor, named_parameters=model.named_parameters()
+    )
     for step in range(5):
         for net, opt in ((alone, plain), (model, optimizer)):
             opt.zero_grad()

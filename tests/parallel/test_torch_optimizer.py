@@ -33,8 +33,12 @@ ERROR = 0.005  # of (5, 10), in which a factor that is wrong cannot hide; layers
 
 
 def wrap(model: torch.nn.Module, compressor: APSCompressor, lr: float = 0.1, **keywords) -> torch.optim.Optimizer:
-    return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr), compression=compressor,
-                                    named_parameters=model.named_parameters(), **keywords)
+    return hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr),
+        compression=compressor,
+        named_parameters=model.named_parameters(),
+        **keywords,
+    )
 
 
 def reduced(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int = 0) -> dict[str, np.ndarray]:
@@ -67,7 +71,8 @@ def test_optimizer_replicas_are_identical_after_many_steps(optimizer_class, n_st
     model = make_model(seed=hvd.rank())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = hvd.DistributedOptimizer(
-        optimizer_class(model.parameters(), 0.01), named_parameters=model.named_parameters(),
+        optimizer_class(model.parameters(), 0.01),
+        named_parameters=model.named_parameters(),
         compression=APSCompressor(e=4, m=3),
     )
     start = copy.deepcopy(model)
@@ -94,8 +99,10 @@ def test_optimizer_gradients_equal_simulation():
         order.clear()
         actual = reduced(model, optimizer, step)
         plan = next(iter(next(iter(compressor._exchanges.values()))._plans.values()))
-        in_order = [{spec.name.removeprefix("allreduce."): rank[spec.name.removeprefix("allreduce.")]
-                     for spec in plan.specs} for rank in exact]
+        in_order = [
+            {spec.name.removeprefix("allreduce."): rank[spec.name.removeprefix("allreduce.")] for spec in plan.specs}
+            for rank in exact
+        ]
         assert sorted(in_order[0]) == sorted(order)
         wanted = expected(in_order, Format(4, 3), factor=1 / hvd.size())
         for name in wanted:
@@ -105,8 +112,10 @@ def test_optimizer_gradients_equal_simulation():
 @pytest.mark.parametrize("op, divisor", [(hvd.Average, hvd.size()), (hvd.Sum, 1)], ids=["average", "sum"])
 def test_optimizer_op(op, divisor):
     model = make_model()
-    exact = {name: x * hvd.size() / divisor
-             for name, x in mean_of(gradients_of(model, lambda rank: loss_of(model, 0, rank))).items()}
+    exact = {
+        name: x * hvd.size() / divisor
+        for name, x in mean_of(gradients_of(model, lambda rank: loss_of(model, 0, rank))).items()
+    }
     assert relative_error(reduced(model, wrap(model, APSCompressor(5, 10), op=op)), exact) < ERROR
 
 
@@ -122,8 +131,9 @@ def test_optimizer_backward_passes_per_step(passes):
     model = make_model()
     optimizer = wrap(model, APSCompressor(5, 10), backward_passes_per_step=passes)
     for first in (0, passes):
-        exact = mean_of(gradients_of(
-            model, lambda rank, first=first: sum(loss_of(model, first + i, rank) for i in range(passes))))
+        exact = mean_of(
+            gradients_of(model, lambda rank, first=first: sum(loss_of(model, first + i, rank) for i in range(passes)))
+        )
         optimizer.zero_grad()
         for i in range(passes):
             loss_of(model, first + i, hvd.rank()).backward()
@@ -179,10 +189,13 @@ def test_optimizer_parameters_without_gradient(differ, bucket_mb):
         which = (step + hvd.rank()) % 3 if differ else step % 3
         x = torch.randn(4, 20, generator=torch.Generator().manual_seed(step))
         model(x, which).square().mean().backward()
-        own = {name: to_numpy(p.grad).copy() if p.grad is not None else np.zeros(p.shape, np.float32)
-               for name, p in model.named_parameters()}
-        exact = {name: to_numpy(hvd.allreduce(torch.from_numpy(g.copy()), name=f"exact.{name}"))
-                 for name, g in own.items()}
+        own = {
+            name: to_numpy(p.grad).copy() if p.grad is not None else np.zeros(p.shape, np.float32)
+            for name, p in model.named_parameters()
+        }
+        exact = {
+            name: to_numpy(hvd.allreduce(torch.from_numpy(g.copy()), name=f"exact.{name}")) for name, g in own.items()
+        }
         optimizer.synchronize()
         assert relative_error(named_gradients(model), exact) < ERROR
         with optimizer.skip_synchronize():
@@ -223,8 +236,10 @@ def test_optimizer_sparse_gradients(as_dense):
     for sparse, compression in ((True, APSCompressor(5, 10)), (False, hvd.Compression.none)):
         model = embedding(sparse)
         optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), 1.0), named_parameters=model.named_parameters(),
-            compression=compression, sparse_as_dense=as_dense and sparse,
+            torch.optim.SGD(model.parameters(), 1.0),
+            named_parameters=model.named_parameters(),
+            compression=compression,
+            sparse_as_dense=as_dense and sparse,
         )
         index = torch.arange(10) + 5 * hvd.rank()
         model(index % 30).square().sum().backward()
@@ -259,8 +274,11 @@ def test_two_optimizers_in_one_program(shared):
     compressors = [APSCompressor(4, 3)] * 2 if shared else [APSCompressor(4, 3), APSCompressor(5, 2)]
     models = [make_model(seed) for seed in (0, 1)]
     optimizers = [
-        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), compression=compressor,
-                                 named_parameters=[(f"net{i}.{k}", p) for k, p in model.named_parameters()])
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1),
+            compression=compressor,
+            named_parameters=[(f"net{i}.{k}", p) for k, p in model.named_parameters()],
+        )
         for i, (model, compressor) in enumerate(zip(models, compressors))
     ]
     for step in range(5):
@@ -376,8 +394,16 @@ def test_optimizer_with_different_formats_raises_on_every_rank_and_the_process_g
 
 @pytest.mark.parametrize(
     "options",
-    [{"error_feedback": True}, {"rounding": "stochastic"}, {"accumulate": "kahan"}, {"bucket_mb": 0.001},
-     {"min_elements": 50}, {"specials": False}, {"warmup_steps": 3}, {"overrides": {"*.bias": "float32"}}],
+    [
+        {"error_feedback": True},
+        {"rounding": "stochastic"},
+        {"accumulate": "kahan"},
+        {"bucket_mb": 0.001},
+        {"min_elements": 50},
+        {"specials": False},
+        {"warmup_steps": 3},
+        {"overrides": {"*.bias": "float32"}},
+    ],
     ids=str,
 )
 def test_optimizer_options_keep_replicas_identical(options):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
+from functools import partial
 
 import horovod.torch as hvd
 import numpy as np
@@ -18,12 +19,20 @@ from torch_common import assert_replicas_equal, batch, loss_of, make_model
 from horovod_aps.torch import APSCompressor
 
 hvd.init()
-BOTH = pytest.mark.parametrize("compression", [APSCompressor, lambda e, m: hvd.Compression.fp16], ids=["aps", "fp16"])
+COMPRESSIONS = {
+    "aps": APSCompressor,
+    "carrier": partial(APSCompressor, transport="allreduce"),
+    "fp16": lambda e, m: hvd.Compression.fp16,
+}
+ALL = pytest.mark.parametrize("compression", COMPRESSIONS.values(), ids=COMPRESSIONS)
 
 
 def wrap(model: torch.nn.Module, compression, prefix: str) -> torch.optim.Optimizer:
-    return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), compression=compression,
-                                    named_parameters=[(f"{prefix}.{name}", p) for name, p in model.named_parameters()])
+    return hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1),
+        compression=compression,
+        named_parameters=[(f"{prefix}.{name}", p) for name, p in model.named_parameters()],
+    )
 
 
 def is_odd() -> bool:
@@ -31,7 +40,7 @@ def is_odd() -> bool:
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one compressor", "two"])
-@BOTH
+@ALL
 def test_backward_of_two_models_in_another_order_on_each_rank(compression, shared):
     """From the very first step: nothing may block in a hook."""
     compressors = [compression(4, 3)] * 2 if shared else [compression(4, 3), compression(4, 3)]
@@ -48,7 +57,7 @@ def test_backward_of_two_models_in_another_order_on_each_rank(compression, share
         assert_replicas_equal(model)
 
 
-@BOTH
+@ALL
 def test_rank_without_backward_meets_the_others_in_a_collective_of_the_user(compression):
     """One rank has no gradient at all before the user's own all-reduce, in the first step and later."""
     model = make_model()
@@ -66,7 +75,7 @@ def test_rank_without_backward_meets_the_others_in_a_collective_of_the_user(comp
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one compressor", "two"])
-@BOTH
+@ALL
 def test_steps_in_another_order_on_each_rank(compression, shared):
     """Everything is submitted everywhere, and results are taken in different orders; from the first step on."""
     compressors = [compression(4, 3)] * 2 if shared else [compression(4, 3), compression(4, 3)]
@@ -83,7 +92,7 @@ def test_steps_in_another_order_on_each_rank(compression, shared):
         assert_replicas_equal(model)
 
 
-@BOTH
+@pytest.mark.parametrize("compression", [COMPRESSIONS["aps"], COMPRESSIONS["fp16"]], ids=["aps", "fp16"])
 def test_backward_and_step_of_two_models_interleaved_differently(compression):
     """One rank takes a model's result before it has begun the other's backward; the others begin both first."""
     models = [make_model(seed) for seed in (0, 1)]
@@ -104,7 +113,7 @@ def test_backward_and_step_of_two_models_interleaved_differently(compression):
         assert_replicas_equal(model)
 
 
-@BOTH
+@pytest.mark.parametrize("compression", [COMPRESSIONS["aps"], COMPRESSIONS["fp16"]], ids=["aps", "fp16"])
 def test_metric_between_backward_and_step_while_a_rank_lacks_a_gradient(compression):
     """The metric is reduced at once; the missing gradient counts as zeros at the step."""
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(20, 2), "b": torch.nn.Linear(20, 2)})
@@ -117,8 +126,9 @@ def test_metric_between_backward_and_step_while_a_rank_lacks_a_gradient(compress
         x = batch(step, hvd.rank())
         lacks = hvd.rank() == (step // 2) % hvd.size()
         (model["a"](x) + (0 if lacks else model["b"](x))).square().mean().backward()
-        metric = hvd.allreduce(torch.full((3,), float(hvd.rank())), op=hvd.Sum, name="the metric",
-                               compression=compressor)
+        metric = hvd.allreduce(
+            torch.full((3,), float(hvd.rank())), op=hvd.Sum, name="the metric", compression=compressor
+        )
         assert torch.all(metric == sum(range(hvd.size())))
         optimizer.step()
     assert_replicas_equal(model)
@@ -129,8 +139,9 @@ def test_tensors_that_never_come_are_an_error_on_all_ranks():
     compressor = APSCompressor(4, 3)
     names = ["here", "there"] if hvd.rank() == 0 else ["here"]
     model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.ones(5)) for name in names})
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), compression=compressor,
-                                         named_parameters=list(model.items()))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), compression=compressor, named_parameters=list(model.items())
+    )
     with pytest.raises(ValueError, match="tensor 'there' was submitted on rank 0 but not on rank 1"):
         for _ in range(2):
             optimizer.zero_grad()
@@ -148,8 +159,13 @@ def test_process_set_whose_id_is_used_again():
         process_set = hvd.add_process_set(ranks) if ranks != everyone else hvd.global_process_set
         if process_set.included():
             for step in range(3):
-                result = hvd.allreduce(torch.full((9,), 1.0 + hvd.rank() + step), name="again", op=hvd.Sum,
-                                       compression=compressor, process_set=process_set)
+                result = hvd.allreduce(
+                    torch.full((9,), 1.0 + hvd.rank() + step),
+                    name="again",
+                    op=hvd.Sum,
+                    compression=compressor,
+                    process_set=process_set,
+                )
                 assert torch.all(result == sum(1 + rank + step for rank in ranks))
         if ranks != everyone:
             hvd.remove_process_set(process_set)
@@ -166,9 +182,12 @@ def test_overlapping_process_sets_in_a_cycle():
     mine = [i for i in range(n) if sets[i].included()]
     for step in range(3):
         models = {i: torch.nn.Parameter(torch.zeros(50)) for i in mine}
-        optimizers = {i: hvd.DistributedOptimizer(torch.optim.SGD([p], 1.0), [(f"p{i}", p)], op=hvd.Sum,
-                                                  compression=compressor, process_set=sets[i])
-                      for i, p in models.items()}
+        optimizers = {
+            i: hvd.DistributedOptimizer(
+                torch.optim.SGD([p], 1.0), [(f"p{i}", p)], op=hvd.Sum, compression=compressor, process_set=sets[i]
+            )
+            for i, p in models.items()
+        }
         for i in mine:
             (models[i].sum() * (1 + hvd.rank() + step)).backward()
         for i in sorted(mine, key=lambda i: (i - hvd.rank()) % n):
@@ -216,8 +235,7 @@ def test_changing_factors_and_shrinking_batches_keep_no_memory():
     x = torch.ones(250_000)
     tracemalloc.start()
     for step in range(30):
-        result = hvd.allreduce(x, name="factor", op=hvd.Sum, compression=compressor,
-                               prescale_factor=1.0 + step / 32)
+        result = hvd.allreduce(x, name="factor", op=hvd.Sum, compression=compressor, prescale_factor=1.0 + step / 32)
         torch.testing.assert_close(result, x * hvd.size() * (1.0 + step / 32), rtol=0.07, atol=0)
         if step == 5:
             early = tracemalloc.get_traced_memory()[0]
@@ -228,9 +246,9 @@ def test_changing_factors_and_shrinking_batches_keep_no_memory():
     tracemalloc.stop()
     compressor = APSCompressor(4, 3, bucket_mb=0.001)
     parameters = [torch.nn.Parameter(torch.zeros(200)) for _ in range(6)]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, 1.0), [(f"s{i}", p) for i, p in
-                                                                             enumerate(parameters)],
-                                         compression=compressor)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(parameters, 1.0), [(f"s{i}", p) for i, p in enumerate(parameters)], compression=compressor
+    )
     for step in range(8):
         optimizer.zero_grad()
         if step == 3:  # frozen for good
@@ -265,8 +283,9 @@ def test_more_compressors_than_a_communicator_number_allows_are_told_apart():
     compressors = [APSCompressor(5, 10) for _ in range(12)]
     for i in range(2):
         for k, compressor in enumerate(compressors):
-            result = hvd.allreduce(torch.full((4,), float(k + hvd.rank())), name="same", op=hvd.Sum,
-                                   compression=compressor)
+            result = hvd.allreduce(
+                torch.full((4,), float(k + hvd.rank())), name="same", op=hvd.Sum, compression=compressor
+            )
             assert torch.all(result == sum(k + rank for rank in range(hvd.size()))), (i, k)
 
 
@@ -274,8 +293,12 @@ def test_async_tensor_that_another_rank_begins_after_a_barrier():
     """Rank 0 begins two and takes one, the others begin the second only after they have met in a barrier."""
     compressor = APSCompressor(5, 10)
     parameters = {name: torch.nn.Parameter(torch.zeros(30)) for name in "ca"}
-    optimizers = {name: hvd.DistributedOptimizer(torch.optim.SGD([p], 1.0), [(f"barrier.{name}", p)], op=hvd.Sum,
-                                                 compression=compressor) for name, p in parameters.items()}
+    optimizers = {
+        name: hvd.DistributedOptimizer(
+            torch.optim.SGD([p], 1.0), [(f"barrier.{name}", p)], op=hvd.Sum, compression=compressor
+        )
+        for name, p in parameters.items()
+    }
     for _ in range(3):
         for optimizer in optimizers.values():
             optimizer.zero_grad()

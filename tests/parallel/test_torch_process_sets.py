@@ -30,8 +30,9 @@ def test_allreduce_process_sets(grouped_op):
     if grouped_op:
         results = hvd.grouped_allreduce(mine, name="set", compression=compressor, process_set=chosen)
     else:
-        results = [hvd.allreduce(x, name=f"set.{i}", compression=compressor, process_set=chosen)
-                   for i, x in enumerate(mine)]
+        results = [
+            hvd.allreduce(x, name=f"set.{i}", compression=compressor, process_set=chosen) for i, x in enumerate(mine)
+        ]
     if len(members) == 1:
         for result, x in zip(results, mine):  # nobody to average with
             torch.testing.assert_close(result, x, rtol=0.07, atol=0)
@@ -55,8 +56,13 @@ def test_allreduce_process_set_that_replaces_a_removed_one():
         ranks = list(range(first, hvd.size() - 1 + first))
         process_set = hvd.add_process_set(ranks)
         if process_set.included():
-            result = hvd.allreduce(torch.full((9,), 1.0 + hvd.rank()), name="replaced", compression=compressor,
-                                   op=hvd.Sum, process_set=process_set)
+            result = hvd.allreduce(
+                torch.full((9,), 1.0 + hvd.rank()),
+                name="replaced",
+                compression=compressor,
+                op=hvd.Sum,
+                process_set=process_set,
+            )
             assert torch.all(result == sum(rank + 1 for rank in ranks))
         hvd.remove_process_set(process_set)
 
@@ -66,8 +72,10 @@ def test_optimizer_process_set():
     process_set = hvd.add_process_set(list(range(max(1, hvd.size() - 1))))
     model = make_model()
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), 0.1), named_parameters=model.named_parameters(),
-        compression=APSCompressor(4, 3), process_set=process_set,
+        torch.optim.SGD(model.parameters(), 0.1),
+        named_parameters=model.named_parameters(),
+        compression=APSCompressor(4, 3),
+        process_set=process_set,
     )
     for step in range(5):
         optimizer.zero_grad()

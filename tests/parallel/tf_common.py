@@ -26,12 +26,16 @@ def digits(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     x, y = (x / 16.0).astype(np.float32), y.astype(np.int64)
     order = np.random.default_rng(seed).permutation(len(x))
     train, test = order[:N_TRAIN], order[N_TRAIN:]
-    mine = train[hvd.rank()::hvd.size()][:N_TRAIN // hvd.size()]
+    mine = train[hvd.rank() :: hvd.size()][: N_TRAIN // hvd.size()]
     return x[mine], y[mine], x[test], y[test]
 
 
 def initial_weights(seed: int, hidden: int = 32) -> list[np.ndarray]:
     """Weights of a 64-hidden-10 network, the same on all ranks."""
     rng = np.random.default_rng(seed)
-    return [rng.standard_normal((64, hidden)).astype(np.float32) / 8, np.zeros(hidden, np.float32),
-            (rng.standard_normal((hidden, 10)) / hidden**0.5).astype(np.float32), np.zeros(10, np.float32)]
+    return [
+        rng.standard_normal((64, hidden)).astype(np.float32) / 8,
+        np.zeros(hidden, np.float32),
+        (rng.standard_normal((hidden, 10)) / hidden**0.5).astype(np.float32),
+        np.zeros(10, np.float32),
+    ]

@@ -20,8 +20,9 @@ def specs(*layers: Layer, options: Options = PLAIN, warm: bool = False):
 
 def message(*layers: Layer, options: Options = PLAIN, waits: bool = True, whole: bool = True) -> bytes:
     """What a rank that holds these layers says."""
-    return proposal(specs(*layers, options=options), [layer.factor for layer in layers], options, waits=waits,
-                    whole=whole)
+    return proposal(
+        specs(*layers, options=options), [layer.factor for layer in layers], options, waits=waits, whole=whole
+    )
 
 
 def settled(messages: list[bytes]) -> list[str]:

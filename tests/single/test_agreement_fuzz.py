@@ -25,7 +25,8 @@ PARTS = sorted(json.loads(GOOD))
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=12)
+    max_leaves=12,
+)
 DEEP = b"[" * 200_000
 
 

@@ -318,8 +318,12 @@ def test_set_format_refuses_what_the_constructor_refuses(changes, message):
 
 # ---- set_format and checkpoints ----
 
-CHANGES = [{"e": 5, "m": np.int64(2)}, {"m": 1}, {"overrides": {"a": FloatFormat(4, 1), "b*": (5, 10)}},
-           {"e": 4, "overrides": {"bb": "float32"}}]
+CHANGES = [
+    {"e": 5, "m": np.int64(2)},
+    {"m": 1},
+    {"overrides": {"a": FloatFormat(4, 1), "b*": (5, 10)}},
+    {"e": 4, "overrides": {"bb": "float32"}},
+]
 
 
 def through_json(state: dict[str, Any]) -> dict[str, Any]:

@@ -21,8 +21,13 @@ with np.errstate(over="ignore"):
     COMPARED = PATTERNS.astype(np.float32).astype(np.float16).view(np.uint16)
 VALUES = PATTERNS.astype(np.uint16).view(np.float16)
 SIZES = (2, 3, 4, 5, 7, 8, 16, 64, 100, 128, 256, 512)
-FORMATS = [(e, m, specials) for e in range(1, 6) for m in range(11) for specials in (True, False)
-           if (e, m, specials) != (1, 0, True)]
+FORMATS = [
+    (e, m, specials)
+    for e in range(1, 6)
+    for m in range(11)
+    for specials in (True, False)
+    if (e, m, specials) != (1, 0, True)
+]
 
 
 def assign(old: np.ndarray, new: np.ndarray) -> np.ndarray:
@@ -45,7 +50,7 @@ def largest_sums(largest: float, size: int) -> np.ndarray:
     found = np.zeros(size + 1, np.float16)
     found[1] = largest
     for k in range(2, size + 1):
-        parts = found[1:k // 2 + 1].astype(np.float32) + found[k - 1:k - k // 2 - 1:-1].astype(np.float32)
+        parts = found[1 : k // 2 + 1].astype(np.float32) + found[k - 1 : k - k // 2 - 1 : -1].astype(np.float32)
         found[k] = parts.astype(np.float16).max()
     return found
 
@@ -111,16 +116,19 @@ def test_sums_stay_where_they_are_right():
     assert n_float32
 
 
-@pytest.mark.parametrize("e, m, size, over_gloo, expected", [
-    (4, 3, 2, True, Place(FLOAT16, -2)),
-    (4, 3, 2, False, Place(FLOAT16, -2)),  # the same bits over MPI
-    (4, 3, 128, True, Place(FLOAT16, -8)),
-    (4, 3, 129, True, Place(FLOAT32, -9)),
-    (3, 0, 512, True, Place(FLOAT16, -10)),
-    (5, 2, 2, True, Place(FLOAT32, -2)),
-    (5, 2, 64, True, Place(FLOAT32, -7)),
-    (5, 2, 64, False, Place(FLOAT16, 9)),
-])
+@pytest.mark.parametrize(
+    "e, m, size, over_gloo, expected",
+    [
+        (4, 3, 2, True, Place(FLOAT16, -2)),
+        (4, 3, 2, False, Place(FLOAT16, -2)),  # the same bits over MPI
+        (4, 3, 128, True, Place(FLOAT16, -8)),
+        (4, 3, 129, True, Place(FLOAT32, -9)),
+        (3, 0, 512, True, Place(FLOAT16, -10)),
+        (5, 2, 2, True, Place(FLOAT32, -2)),
+        (5, 2, 64, True, Place(FLOAT32, -7)),
+        (5, 2, 64, False, Place(FLOAT16, 9)),
+    ],
+)
 def test_place(e, m, size, over_gloo, expected):
     assert carrier_place(Options(e, m), size, over_gloo) == expected
 
@@ -137,6 +145,16 @@ def test_statistics_count_the_bytes_of_the_type_that_travels(place, item_size):
     options, statistics, kernels = Options(5, 2, transport="allreduce"), Statistics(), CpuKernels()
     x, carried = np.ones(100, np.float32), np.empty(100, np.float32)
     word = exponent_word(kernels, x.ctypes.data, 100, FLOAT32, options)
-    fill_carrier(kernels, x.ctypes.data, 100, FLOAT32, carried.ctypes.data, word, place, options, None,
-                 lambda *rounded: statistics.add_carried("x", kernels, *rounded, item_size, options, 2, 0))
+    fill_carrier(
+        kernels,
+        x.ctypes.data,
+        100,
+        FLOAT32,
+        carried.ctypes.data,
+        word,
+        place,
+        options,
+        None,
+        lambda *rounded: statistics.add_carried("x", kernels, *rounded, item_size, options, 2, 0),
+    )
     assert (statistics.bytes_sent, statistics.bytes_fp32) == (100 * item_size + 4, 400)

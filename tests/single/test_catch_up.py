@@ -35,8 +35,11 @@ def world(size: int, options: Options) -> list[Exchange]:
 @pytest.mark.parametrize("newcomer", [0, 1, 2])
 @pytest.mark.parametrize(
     "options",
-    [{"warmup_steps": 3}, {"overrides": "auto", "auto_steps": 3, "auto_error": 0.3},
-     {"rounding": "stochastic", "warmup_steps": 2}],
+    [
+        {"warmup_steps": 3},
+        {"overrides": "auto", "auto_steps": 3, "auto_error": 0.3},
+        {"rounding": "stochastic", "warmup_steps": 2},
+    ],
     ids=str,
 )
 def test_newcomer_goes_on_where_the_others_are(options, newcomer):
@@ -84,8 +87,9 @@ def test_most_advanced_is_none_for_equals():
     specs = [spec_of(Layer("w", (3,), 0, 0, 0, 1.0), options, False)]
 
     def positions(*ranks):
-        return most_advanced(parse_all([proposal(specs, [1.0], options, step_number=step, chosen=chosen)
-                                        for step, chosen in ranks]))
+        return most_advanced(
+            parse_all([proposal(specs, [1.0], options, step_number=step, chosen=chosen) for step, chosen in ranks])
+        )
 
     chosen = {"w": [3, 0]}
     assert positions((3, None), (3, None), (3, None)) is None

@@ -75,8 +75,9 @@ def test_check_knows_that_hosts_share_cores(capsys, tmp_path):
 def test_model_is_within_a_fifth_of_what_was_measured(capsys):
     """At 1 and 10 Gbit/s, 2 to 4 hosts. Oracle: the committed measurements, whose page shows every error."""
     results = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-    cases = {(case["case"]["link"], case["n_ranks"])
-             for case in json.loads((results / "hosts.json").read_text())["results"]}
+    cases = {
+        (case["case"]["link"], case["n_ranks"]) for case in json.loads((results / "hosts.json").read_text())["results"]
+    }
     assert cases == {(link, hosts) for link in ("1gbit", "10gbit") for hosts in (2, 3, 4)}
     assert check_model.main([str(results / "hosts.json")]) == 0
     text = capsys.readouterr().out

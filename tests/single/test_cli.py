@@ -68,9 +68,7 @@ def test_predict_prints_the_models_numbers(capsys, tmp_path):
     """Oracle: perfmodel called directly on the shapes of ResNet-50."""
     out = tmp_path / "p.json"
     plot = tmp_path / "p.png"
-    arguments = (
-        "predict --model resnet50 --ranks 2 4 --bandwidth 1gbit 10gbit --format 4,3 3,0 --backward-ms 100"
-    )
+    arguments = "predict --model resnet50 --ranks 2 4 --bandwidth 1gbit 10gbit --format 4,3 3,0 --backward-ms 100"
     assert cli.main([*arguments.split(), "--scaling", "--json", str(out), "--plot", str(plot)]) == 0
     text = capsys.readouterr().out
     assert "resnet50: 161 layers, 25.56 M parameters" in text
@@ -97,14 +95,19 @@ def test_predict_finds_a_model_in_the_current_folder(capsys, tmp_path, monkeypat
         "instance, broken, number = Net(), lambda: 3, 3\n"
         "keras = types.SimpleNamespace(trainable_variables=[torch.zeros(2, 3), torch.zeros(3)])\n"
         "unbuilt = types.SimpleNamespace(trainable_variables=[])\n"
-        "def needs():\n    raise AttributeError('inside')\n")
+        "def needs():\n    raise AttributeError('inside')\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     for name in ("build", "Net", "instance", "keras", "Net.mro.__self__"):
         assert cli.main(["predict", "--model", f"model_here:{name}", "--ranks", "2"]) == 0, name
         assert f"model_here:{name}: 2 layers, 0.00 M parameters" in capsys.readouterr().out
-    for name, message in (("broken", "got model_here:broken, which is a int"), ("number", "which is a int"),
-                          ("unbuilt", "a Keras model must be built"), ("Nets", "can be imported")):
+    for name, message in (
+        ("broken", "got model_here:broken, which is a int"),
+        ("number", "which is a int"),
+        ("unbuilt", "a Keras model must be built"),
+        ("Nets", "can be imported"),
+    ):
         assert cli.main(["predict", "--model", f"model_here:{name}"]) == 2
         assert message in capsys.readouterr().err, name
     with pytest.raises(AttributeError, match="inside"):  # the user's own error is not called one of import
@@ -122,8 +125,11 @@ def test_predict_is_a_function_too(capsys):
     found = horovod_aps.predict(model, ranks=2)
     assert found.sizes == [200, 100] and {record["method"] for record in found.records} == {"fp32", "fp16", "aps(4,3)"}
     assert horovod_aps.predict([200, 100], ranks=2).records == found.records
-    for wrong, message in (({"ranks": 0}, "ranks must be at least 1"), ({"bandwidth": "fast"}, "must look like 1gbit"),
-                           ({"backward_ms": math.nan}, "backward_ms must be finite")):
+    for wrong, message in (
+        ({"ranks": 0}, "ranks must be at least 1"),
+        ({"bandwidth": "fast"}, "must look like 1gbit"),
+        ({"backward_ms": math.nan}, "backward_ms must be finite"),
+    ):
         with pytest.raises(ValueError, match=message):
             horovod_aps.predict("resnet50", **wrong)
 
@@ -169,13 +175,15 @@ def test_version(capsys):
 
 @pytest.mark.parametrize(
     "arguments, message",
-    [("predict --backward-ms -5", "--backward-ms: milliseconds must be a number that is not negative, got '-5'"),
-     ("predict --forward-ms nan", "--forward-ms: milliseconds must be"),
-     ("predict --latency 5", "--latency: time must have a unit, as 50us, 5ms or 0.1s, got '5'"),
-     ("predict --ranks 0", "--ranks: must be a whole number of at least 1, got '0'"),
-     ("doctor --timeout -3", "--timeout: must be a positive number of seconds, got '-3'"),
-     ("doctor --timeout nan", "--timeout: must be a positive number of seconds, got 'nan'"),
-     ("doctor --timeout 0", "--timeout: must be a positive number of seconds, got '0'")],
+    [
+        ("predict --backward-ms -5", "--backward-ms: milliseconds must be a number that is not negative, got '-5'"),
+        ("predict --forward-ms nan", "--forward-ms: milliseconds must be"),
+        ("predict --latency 5", "--latency: time must have a unit, as 50us, 5ms or 0.1s, got '5'"),
+        ("predict --ranks 0", "--ranks: must be a whole number of at least 1, got '0'"),
+        ("doctor --timeout -3", "--timeout: must be a positive number of seconds, got '-3'"),
+        ("doctor --timeout nan", "--timeout: must be a positive number of seconds, got 'nan'"),
+        ("doctor --timeout 0", "--timeout: must be a positive number of seconds, got '0'"),
+    ],
 )
 def test_values_out_of_range_are_refused(arguments, message, capsys):
     with pytest.raises(SystemExit) as done:
@@ -192,8 +200,7 @@ def test_predict_of_one_rank_is_free(capsys):
 def test_predict_bandwidth_is_nominal_after_calibration(capsys, tmp_path):
     """A calibrated rate is payload, one given by hand is not: frame headers take their share of it again."""
     path, out = tmp_path / "c.json", tmp_path / "p.json"
-    perfmodel.save_calibration(
-        path, Calibration(Network(bandwidth=5e6, efficiency=1.0, host_rate=1e9), Machine()), {})
+    perfmodel.save_calibration(path, Calibration(Network(bandwidth=5e6, efficiency=1.0, host_rate=1e9), Machine()), {})
     common = ["predict", "--ranks", "2", "--calibration", str(path), "--backward-ms", "50"]
     assert cli.main([*common, "--bandwidth", "1gbit", "--json", str(out)]) == 0
     sizes = shapes.layer_sizes("resnet50")
@@ -321,7 +328,8 @@ def test_calibrate_knows_what_it_did_not_measure(ranks, local, tmp_path, capsys)
         assert cli.main(["predict", "--calibration", str(path), "--ranks", "2", "4"]) == 2
         assert capsys.readouterr().err == (
             f"horovod-aps predict: {path} did not measure bandwidth (all ranks were on one host); latency (all ranks "
-            f"were on one host); give --bandwidth and --latency, or take defaults by --assume-defaults\n")
+            f"were on one host); give --bandwidth and --latency, or take defaults by --assume-defaults\n"
+        )
         given = ["--bandwidth", "1gbit", "--latency", "5us"]
         for more in (given, ["--assume-defaults"]):
             assert cli.main(["predict", "--calibration", str(path), "--ranks", "4", *more]) == 0

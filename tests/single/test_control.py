@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from horovod_aps.engine.control import CHOICE, HEADER, TALK, Header, Rounds, factors_digest, shared_exponents
 
 
-def header(exponents: list[int], bucket: int = 0, plan: bytes = b"p" * 16,
-           factors: tuple[float, ...] = (0.5,)) -> bytes:
+def header(
+    exponents: list[int], bucket: int = 0, plan: bytes = b"p" * 16, factors: tuple[float, ...] = (0.5,)
+) -> bytes:
     return Header(plan, factors_digest(factors), bucket, np.array(exponents, np.int32)).encode()
 
 
@@ -25,10 +26,18 @@ def test_shared_exponents_are_the_largest_by_layer():
     assert len(shared_exponents([header([]), header([])])) == 0
 
 
-@pytest.mark.parametrize("other", [
-    header([1, 2], bucket=1), header([1, 2], plan=b"q" * 16), header([1, 2], factors=(0.25,)), header([1]), b"",
-    header([1, 2])[:-1],
-], ids=["bucket", "plan", "factors", "number", "empty", "truncated"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        header([1, 2], bucket=1),
+        header([1, 2], plan=b"q" * 16),
+        header([1, 2], factors=(0.25,)),
+        header([1]),
+        b"",
+        header([1, 2])[:-1],
+    ],
+    ids=["bucket", "plan", "factors", "number", "empty", "truncated"],
+)
 @pytest.mark.parametrize("place", [0, 2])
 def test_shared_exponents_only_of_the_same_bucket(other, place):
     bodies = [header([1, 2])] * 3

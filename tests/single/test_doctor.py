@@ -32,8 +32,17 @@ def call(command: list[str], **variables: str) -> subprocess.CompletedProcess[st
 def test_healthy_machine_has_no_red_line():
     done = call(COMMAND)
     assert done.returncode == 0, done.stdout + done.stderr
-    for topic in ("versions", "horovod", "environment", "kernels", "gpu", "launchers", "local exchange",
-                  "import", "transport"):
+    for topic in (
+        "versions",
+        "horovod",
+        "environment",
+        "kernels",
+        "gpu",
+        "launchers",
+        "local exchange",
+        "import",
+        "transport",
+    ):
         assert f"[ ok ] {topic}: " in done.stdout, topic
     assert doctor.RED not in done.stdout
     assert "[ ok ] horovod: rank 0 of 1, built with mpi, gloo" in done.stdout
@@ -42,12 +51,14 @@ def test_healthy_machine_has_no_red_line():
 
 @pytest.mark.parametrize(
     "name, value, text",
-    [("HOROVOD_APS_THREADS", "4", "HOROVOD_APS_THREADS is not a variable of horovod_aps"),
-     ("HOROVOD_APS_LOG", "loud", "HOROVOD_APS_LOG must be one of"),
-     ("HOROVOD_APS_NUM_THREADS", "none", "HOROVOD_APS_NUM_THREADS must be an integer"),
-     ("HOROVOD_APS_TIMELINE", "/no/such/folder/t.json", "HOROVOD_APS_TIMELINE must be a file in a folder"),
-     ("HOROVOD_CONTROLLER", "mpich", "HOROVOD_CONTROLLER must be one of mpi, gloo, got 'mpich'"),
-     ("HOROVOD_CYCLE_TIME", "1ms", "HOROVOD_CYCLE_TIME must be a number, got '1ms'")],
+    [
+        ("HOROVOD_APS_THREADS", "4", "HOROVOD_APS_THREADS is not a variable of horovod_aps"),
+        ("HOROVOD_APS_LOG", "loud", "HOROVOD_APS_LOG must be one of"),
+        ("HOROVOD_APS_NUM_THREADS", "none", "HOROVOD_APS_NUM_THREADS must be an integer"),
+        ("HOROVOD_APS_TIMELINE", "/no/such/folder/t.json", "HOROVOD_APS_TIMELINE must be a file in a folder"),
+        ("HOROVOD_CONTROLLER", "mpich", "HOROVOD_CONTROLLER must be one of mpi, gloo, got 'mpich'"),
+        ("HOROVOD_CYCLE_TIME", "1ms", "HOROVOD_CYCLE_TIME must be a number, got '1ms'"),
+    ],
 )
 def test_wrong_variable_is_red(name, value, text, monkeypatch):
     monkeypatch.setenv(name, value)
@@ -57,8 +68,12 @@ def test_wrong_variable_is_red(name, value, text, monkeypatch):
 
 def test_wrong_variables_are_one_red_line_each():
     """In Horovod's own process, which two of them would end; nothing else is blamed, least of all Horovod."""
-    wrong = {"HOROVOD_APS_LOG": "loud", "HOROVOD_APS_NUM_THREADS": "none", "HOROVOD_CONTROLLER": "x",
-             "HOROVOD_CPU_OPERATIONS": "y"}
+    wrong = {
+        "HOROVOD_APS_LOG": "loud",
+        "HOROVOD_APS_NUM_THREADS": "none",
+        "HOROVOD_CONTROLLER": "x",
+        "HOROVOD_CPU_OPERATIONS": "y",
+    }
     done = call(COMMAND, **wrong)
     assert done.returncode == 1, done.stdout + done.stderr
     red = [line for line in done.stdout.splitlines() if line.startswith("[FAIL]")]
@@ -80,10 +95,12 @@ def test_horovod_that_cannot_be_imported_is_red(broken_horovod):
     """And so is a wrong variable, in the same run."""
     done = call(COMMAND, PYTHONPATH=broken_horovod, HOROVOD_APS_LOG="loud")
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    for line in ("[FAIL] environment: HOROVOD_APS_LOG must be one of debug, info, warning, error",
-                 "       -> unset HOROVOD_APS_LOG or correct it",
-                 "[FAIL] import: horovod.torch cannot be imported: ImportError: undefined symbol: _ZN5torch",
-                 "       -> reinstall Horovod for the frameworks that are here now"):
+    for line in (
+        "[FAIL] environment: HOROVOD_APS_LOG must be one of debug, info, warning, error",
+        "       -> unset HOROVOD_APS_LOG or correct it",
+        "[FAIL] import: horovod.torch cannot be imported: ImportError: undefined symbol: _ZN5torch",
+        "       -> reinstall Horovod for the frameworks that are here now",
+    ):
         assert line in done.stdout, done.stdout
     assert "[ ok ] import" not in done.stdout
 
@@ -129,13 +146,14 @@ def test_check_that_fails_names_its_topic_and_a_remedy(monkeypatch):
     checks = [check for name, check in vars(doctor).items() if name.startswith("check_")]
     assert len(checks) >= 9
     for check in checks:
+
         def fails(*args):
             raise OSError("planted")
 
         fails.__name__ = check.__name__
         (finding,) = doctor.examine([fails], None)
         assert finding.level == doctor.RED and finding.text == "OSError: planted" and len(finding.remedy) > 10
-        assert finding.topic == check.__name__[len("check_"):].replace("_", " ")
+        assert finding.topic == check.__name__[len("check_") :].replace("_", " ")
 
 
 def test_wrong_variable_is_not_blamed_on_the_library(monkeypatch):

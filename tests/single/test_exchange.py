@@ -35,7 +35,10 @@ def layers_of(grads: Grads, out: dict[str, np.ndarray], factor: float = 1.0) -> 
 
 
 def reduce_all(
-    grads_per_rank: Sequence[Grads], options: Options, factor: float = 1.0, exchanges: Any = None,
+    grads_per_rank: Sequence[Grads],
+    options: Options,
+    factor: float = 1.0,
+    exchanges: Any = None,
     orders: Sequence[Sequence[str]] | None = None,
 ) -> tuple[list[dict[str, np.ndarray]], list[Exchange]]:
     """Results of every emulated rank; `orders` says in which order each rank submits."""
@@ -106,8 +109,13 @@ def test_exchange_min_elements_keeps_small_layers_in_float32(n_ranks):
 
 
 @given(
-    st.integers(2, 8), st.lists(st.integers(0, 70), min_size=1, max_size=6), st.integers(1, 8), st.integers(0, 10),
-    st.sampled_from(["float32", "float64", "float16", "bfloat16"]), st.floats(0.001, 1000), st.integers(0, 1000),
+    st.integers(2, 8),
+    st.lists(st.integers(0, 70), min_size=1, max_size=6),
+    st.integers(1, 8),
+    st.integers(0, 10),
+    st.sampled_from(["float32", "float64", "float16", "bfloat16"]),
+    st.floats(0.001, 1000),
+    st.integers(0, 1000),
 )
 @settings(max_examples=60, deadline=None)
 def test_exchange_equals_simulation_anywhere(n_ranks, sizes, e, m, dtype, factor, seed):
@@ -409,8 +417,9 @@ def test_exchange_bounds_the_buckets_on_their_way():
     options = Options(4, 3, bucket_mb=1e-6)
     grads = make_gradients([1 + i % 3 for i in range(2 * MAX_FLYING + 9)], 3)
     outs: list[dict[str, np.ndarray]] = [{}, {}, {}]
-    exchanges = [Exchange(CpuKernels(), transport, options, choose_reduction=Counting)
-                 for transport in LocalTransport.world(3)]
+    exchanges = [
+        Exchange(CpuKernels(), transport, options, choose_reduction=Counting) for transport in LocalTransport.world(3)
+    ]
     local_allreduce([layers_of(rank, out) for rank, out in zip(grads, outs)], options, CpuKernels(), exchanges)
     assert flying.total() == 0 and max(most.values()) <= MAX_FLYING < MAX_SERIAL
     wanted = expected(grads, Format(4, 3), bucket_mb=1e-6)

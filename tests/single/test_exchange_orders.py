@@ -39,8 +39,10 @@ class World:
     def __init__(self, size: int, n_exchanges: int, rng: random.Random, overlap: bool = True) -> None:
         self.size, self.rng = size, rng
         options = Options(4, 3, bucket_mb=BUCKET_MB)
-        by_exchange = [[Exchange(CpuKernels(), transport, options, overlap=overlap)
-                        for transport in LocalTransport.world(size)] for _ in range(n_exchanges)]
+        by_exchange = [
+            [Exchange(CpuKernels(), transport, options, overlap=overlap) for transport in LocalTransport.world(size)]
+            for _ in range(n_exchanges)
+        ]
         self.of_rank = [[exchanges[rank] for exchanges in by_exchange] for rank in range(size)]
         self.inputs: dict[tuple[int, str], dict[int, np.ndarray]] = {}  # by exchange and name, then by rank
         self.outputs: dict[tuple[int, str], dict[int, np.ndarray]] = {}

@@ -197,7 +197,9 @@ def test_error_feedback_forgets_a_bad_step():
         if step == 1:
             xs[0][4] = np.nan
         outs = [np.empty_like(x) for x in xs]
-        layers = [[Layer("w", x.shape, 0, x.ctypes.data, out.ctypes.data, 0.5, (x, out))]
-                  for x, out in zip(xs, outs, strict=True)]
+        layers = [
+            [Layer("w", x.shape, 0, x.ctypes.data, out.ctypes.data, 0.5, (x, out))]
+            for x, out in zip(xs, outs, strict=True)
+        ]
         exchanges = local_allreduce(layers, options, CpuKernels(), exchanges)
         assert np.all(np.isnan(outs[0])) if step == 1 else np.all(np.isfinite(outs[0]))

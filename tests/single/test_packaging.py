@@ -129,7 +129,8 @@ def test_packaging_pins_everything_that_setup_installs() -> None:
     pinned, wanted = requirements("scripts/constraints.txt"), requirements("requirements.txt")
     assert all(map(is_exact, pinned.values()))
     assert {name: one.specifier for name, one in wanted.items()}.items() <= {
-        name: one.specifier for name, one in pinned.items()}.items()
+        name: one.specifier for name, one in pinned.items()
+    }.items()
     queue, seen = [*wanted, "tf-keras", "torchvision"], set()
     while queue:
         name = queue.pop()
@@ -182,8 +183,10 @@ def test_packaging_examples_extra_is_what_the_examples_import() -> None:
 
 @pytest.mark.parametrize(
     "there, root, named",
-    [([], False, "openmpi-bin libopenmpi-dev g++ make python3 python3-venv python3-dev ccache clang"),
-     (["mpirun", "mpicxx", "g++", "make", "python3"], True, "ccache clang iproute2")],
+    [
+        ([], False, "openmpi-bin libopenmpi-dev g++ make python3 python3-venv python3-dev ccache clang"),
+        (["mpirun", "mpicxx", "g++", "make", "python3"], True, "ccache clang iproute2"),
+    ],
 )
 def test_packaging_setup_names_what_is_missing(there: list[str], root: bool, named: str, tmp_path: Path) -> None:
     """A machine with nothing but these commands; apt-get only says what it was asked for, and fails."""
@@ -195,8 +198,11 @@ def test_packaging_setup_names_what_is_missing(there: list[str], root: bool, nam
         (bins / name).symlink_to(shutil.which(name) or name)
     for name in there:
         (bins / name).symlink_to(sys.executable if name == "python3" else "/bin/true")
-    fakes = {"id": f"echo {0 if root else 1000}", "apt-get": f'echo "$@" >>{tmp_path}/asked; exit 100',
-             "cat": "exit 9"}  # ends the script after the system packages
+    fakes = {
+        "id": f"echo {0 if root else 1000}",
+        "apt-get": f'echo "$@" >>{tmp_path}/asked; exit 100',
+        "cat": "exit 9",
+    }  # ends the script after the system packages
     for name, line in fakes.items():
         (bins / name).write_text(f"#!/bin/bash\n{line}\n")
         (bins / name).chmod(0o755)
@@ -221,10 +227,12 @@ def test_packaging_schemas_are_defined_only_where_operators_do_not_load(loads: b
         shutil.copy(kernels.library()._name, library)  # any library that needs nothing
     else:
         library.write_text("not a library")
-    code = ("import sys; sys.path[:0] = sys.argv[1:]\n"
-            "import torchvision_schemas, torchvision, torch\n"
-            "assert torchvision.__file__.startswith(sys.argv[1]), torchvision.__file__\n"
-            "print([hasattr(torch.ops.torchvision, name) for name in ('nms', 'qnms')])\n")
+    code = (
+        "import sys; sys.path[:0] = sys.argv[1:]\n"
+        "import torchvision_schemas, torchvision, torch\n"
+        "assert torchvision.__file__.startswith(sys.argv[1]), torchvision.__file__\n"
+        "print([hasattr(torch.ops.torchvision, name) for name in ('nms', 'qnms')])\n"
+    )
     # -I -S: not the module that make setup has put into this environment
     packages = str(Path(pytest.__file__).parents[1])
     out = run(sys.executable, "-I", "-S", "-c", code, str(tmp_path), str(ROOT / "scripts"), packages, cwd=tmp_path)

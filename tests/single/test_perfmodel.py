@@ -123,8 +123,10 @@ def test_rank_bounds():
     """Never shorter than the busiest resource or the longest job, never longer than everything in a row."""
     random.seed(2)
     for _ in range(50):
-        jobs = [[(kind, random.random()) for kind in ("cpu", "wire") * 3][random.randint(0, 1) :]
-                for _ in range(random.randint(1, 20))]
+        jobs = [
+            [(kind, random.random()) for kind in ("cpu", "wire") * 3][random.randint(0, 1) :]
+            for _ in range(random.randint(1, 20))
+        ]
         end = finished(jobs)
         stages = list(itertools.chain.from_iterable(jobs))
         for resource in ("cpu", "wire"):
@@ -137,8 +139,7 @@ def test_overlap_interpolates_between_serial_and_pipelined():
     sizes = [10**6] * 20
     machine = Machine(bucket_bytes=4e6)
     serial, half, full = (
-        predict_exchange(sizes, 4, LINK, replace(machine, overlap=overlap)).total
-        for overlap in (0.0, 0.5, 1.0)
+        predict_exchange(sizes, 4, LINK, replace(machine, overlap=overlap)).total for overlap in (0.0, 0.5, 1.0)
     )
     reference = predict_exchange(sizes, 4, LINK, machine)
     assert serial == pytest.approx(reference.wire + reference.cpu)
@@ -194,7 +195,8 @@ def test_horovods_thread_needs_a_core():
     sums = 10**6 * 4 / 2 / 1e8
     assert predict_ring([10**5] * 10, 2, link, machine, backward=1.0).total == pytest.approx(1.0 + sums)
     assert predict_ring([10**5] * 10, 2, link, replace(machine, cores=4), backward=1.0).total == pytest.approx(
-        1.0 + sums / 10)
+        1.0 + sums / 10
+    )
 
 
 def test_horovods_thread_moves_after_backward_where_no_core_is_left():
@@ -218,8 +220,11 @@ def test_ranks_of_a_host_share_its_link():
     6.4 million gradients in fp32, fp16 and (4, 3), by ranks per host.
     """
     n = 6_400_000
-    measured = {1: ((25.7e6, 12.8e6, 6.4e6), (282, 162, 69)), 2: ((25.7e6, 12.9e6, 12.9e6), (378, 190, 144)),
-                4: ((25.7e6, 12.9e6, 25.7e6), (425, 228, 293))}
+    measured = {
+        1: ((25.7e6, 12.8e6, 6.4e6), (282, 162, 69)),
+        2: ((25.7e6, 12.9e6, 12.9e6), (378, 190, 144)),
+        4: ((25.7e6, 12.9e6, 25.7e6), (425, 228, 293)),
+    }
     for local, (n_bytes, milliseconds) in measured.items():
         link = Network(bandwidth=1.25e8, ranks_per_host=local, allreduce="openmpi")
         machine = Machine(cores=2, calibrated_ranks=2)
@@ -357,7 +362,8 @@ def test_calibration_round_trip(tmp_path):
     found = perfmodel.Calibration(network, machine, {"latency": "why"}, {"overlap": "how"})
     perfmodel.save_calibration(tmp_path / "c.json", found, {"note": 1})
     assert perfmodel.load_calibration(tmp_path / "c.json") == replace(
-        found, network=replace(network, latency=Network().latency))
+        found, network=replace(network, latency=Network().latency)
+    )
     assert perfmodel.load_calibration(tmp_path / "c.json", assume_defaults=True).unmeasured == {}
     (tmp_path / "bad.json").write_text('{"schema": 0}')
     with pytest.raises(ValueError, match="schema must|must have schema 2, got 0"):

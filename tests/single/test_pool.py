@@ -42,8 +42,9 @@ def test_equal_batches_use_the_same_memory():
     assert pool.n_bytes == 2300
 
 
-@pytest.mark.parametrize("large, small", [([5000, 5000], [4500]), ([5000], [3000]), ([1600, 1600, 500], [1600, 200])],
-                         ids=str)
+@pytest.mark.parametrize(
+    "large, small", [([5000, 5000], [4500]), ([5000], [3000]), ([1600, 1600, 500], [1600, 200])], ids=str
+)
 def test_alternating_batches_do_not_allocate_again(large, small):
     """As the two models of a GAN: the larger one sets the bound, and the memory of both fits under it."""
     alloc = Allocator()

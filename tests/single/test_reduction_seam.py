@@ -54,15 +54,21 @@ class Star:
 
 def stars(n_ranks: int, options: Options) -> list[Exchange]:
     """Exchanges that reduce every bucket that way."""
-    return [Exchange(CpuKernels(), transport, options, choose_reduction=Star)
-            for transport in LocalTransport.world(n_ranks)]
+    return [
+        Exchange(CpuKernels(), transport, options, choose_reduction=Star) for transport in LocalTransport.world(n_ranks)
+    ]
 
 
 def reduce_all(grads, exchanges) -> list[dict[str, np.ndarray]]:
     """Results of every rank."""
     outs = [{name: np.full_like(x, 77) for name, x in rank.items()} for rank in grads]
-    layers = [[Layer(name, x.shape, CODES[x.dtype], x.ctypes.data, out[name].ctypes.data, 1 / len(grads), (x, out))
-               for name, x in rank.items()] for rank, out in zip(grads, outs)]
+    layers = [
+        [
+            Layer(name, x.shape, CODES[x.dtype], x.ctypes.data, out[name].ctypes.data, 1 / len(grads), (x, out))
+            for name, x in rank.items()
+        ]
+        for rank, out in zip(grads, outs)
+    ]
     local_allreduce(layers, exchanges[0].options, exchanges[0].kernels, exchanges)
     return outs
 

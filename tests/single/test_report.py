@@ -55,9 +55,7 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.texts).split())
 
 
-def layer(
-    error: float | None = 0.01, underflow: float | None = 0.1, fmt: str = "e4m3", **more: Any
-) -> dict[str, Any]:
+def layer(error: float | None = 0.01, underflow: float | None = 0.1, fmt: str = "e4m3", **more: Any) -> dict[str, Any]:
     history = [] if error is None else [(i + 1, -5 + i % 3, underflow, error) for i in range(100)]
     return {
         "format": fmt,
@@ -220,8 +218,10 @@ def test_one_format_for_all_layers_comes_before_the_overrides() -> None:
     layers = {f"w{k}": fine if k % 2 else coarse for k in range(40)}
     e, m = report.suggest_format(layers)
     text = Page(report.render(stats(**layers))).text
-    first = text.index(f"e={e}, m={m} , {1 + e + m} bits, is the smallest in which no layer is above a relative error "
-                       f"of 8% or an underflow of 50%; now 6.5 bits")
+    first = text.index(
+        f"e={e}, m={m} , {1 + e + m} bits, is the smallest in which no layer is above a relative error "
+        f"of 8% or an underflow of 50%; now 6.5 bits"
+    )
     assert first < text.index("20 of 40 layers are above a relative error of 8% or an underflow of 50%")
     assert report.render(stats(**layers)).count("<details>") == 1
     assert report.suggest_format({"x": layer(error=None, underflow=None)}) is None
@@ -270,9 +270,7 @@ def run_command(*arguments: str) -> int:
     return args.run(args)
 
 
-def test_command_writes_the_page_beside_the_statistics(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_writes_the_page_beside_the_statistics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "run.json"
     source.write_text(json.dumps(stats(conv=layer())))
     assert run_command(str(source)) == 0

@@ -26,7 +26,7 @@ def test_no_two_of_seeds_steps_and_ranks_alias():
 def test_seed_is_the_same_in_every_run():
     """A literal: another value here would change every run with stochastic rounding."""
     options = Options(4, 3, rounding="stochastic", seed=7)
-    assert stochastic_seed(options, 5, 3) == 0xec4fee088277bccc
+    assert stochastic_seed(options, 5, 3) == 0xEC4FEE088277BCCC
     assert stochastic_seed(Options(4, 3, seed=7), 5, 3) is None
 
 

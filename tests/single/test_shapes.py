@@ -52,9 +52,7 @@ def test_names_and_shapes_are_torchvisions(name: str) -> None:
 
 def test_bert_layer_matches_torch_encoder_layer() -> None:
     theirs = torch.nn.TransformerEncoderLayer(768, 12, dim_feedforward=3072)
-    ours = sum(
-        math.prod(shape) for name, shape in layer_shapes("bert_base") if name.startswith("encoder.layer.7.")
-    )
+    ours = sum(math.prod(shape) for name, shape in layer_shapes("bert_base") if name.startswith("encoder.layer.7."))
     assert ours == sum(parameter.numel() for parameter in theirs.parameters())
 
 

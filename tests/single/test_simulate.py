@@ -122,10 +122,7 @@ def test_float_quantize_leaves_input_and_shape_alone():
     assert out.shape == x.shape and torch.equal(x, before)
     np.testing.assert_array_equal(out.numpy(), np.vectorize(lambda v: exact_cast(float(v), 3, 2))(x.numpy()))
     half = torch.tensor([1.06, 300.0], dtype=torch.bfloat16)
-    assert (
-        float_quantize(half, 4, 3).tolist() == [1.0, math.inf]
-        and float_quantize(half, 4, 3).dtype == half.dtype
-    )
+    assert float_quantize(half, 4, 3).tolist() == [1.0, math.inf] and float_quantize(half, 4, 3).dtype == half.dtype
     assert float_quantize(torch.empty(0), 4, 3).shape == (0,)
 
 
@@ -422,9 +419,7 @@ def test_quant_conv2d_accumulates_in_the_format():
     weight = layer.weight.detach().reshape(3, -1).numpy()
     for row, col in np.ndindex(2, 2):
         window = x[0, :, row : row + 2, col : col + 2].reshape(1, -1).numpy()
-        np.testing.assert_array_equal(
-            out[0, :, row, col], numpy_gemm(window, weight.T.copy(), 4, 2, False)[0]
-        )
+        np.testing.assert_array_equal(out[0, :, row, col], numpy_gemm(window, weight.T.copy(), 4, 2, False)[0])
     with pytest.raises(ValueError, match="padding must be a number of zeros"):
         simulate.QuantConv2d(2, 3, 2, e=4, m=2, padding="same")
 
@@ -561,9 +556,7 @@ def reference_allreduce(grads: list[np.ndarray], e: int, m: int) -> np.ndarray:
 
     exponent = max(rounded_exponent(float(np.abs(g).max()), m) for g in grads)
     shift = 2 ** (e - 1) - 1 - exponent
-    rounded = [
-        [math.ldexp(exact_cast(math.ldexp(float(v), shift), e, m), -shift) for v in g.ravel()] for g in grads
-    ]
+    rounded = [[math.ldexp(exact_cast(math.ldexp(float(v), shift), e, m), -shift) for v in g.ravel()] for g in grads]
     return np.float32(np.sum(rounded, axis=0) / len(grads)).reshape(grads[0].shape)
 
 
@@ -634,9 +627,7 @@ def test_emulated_optimizer_stays_close_to_the_mean(n_ranks, options):
     model = make_model()
     x = torch.randn(n_ranks, 4, 5)
     grads = [rank_grads(model, x[rank]) for rank in range(n_ranks)]
-    optimizer = EmulatedOptimizer(
-        torch.optim.SGD(model.parameters(), 0.1), n_ranks, options, model.named_parameters()
-    )
+    optimizer = EmulatedOptimizer(torch.optim.SGD(model.parameters(), 0.1), n_ranks, options, model.named_parameters())
     optimizer.step(lambda rank: model(x[rank]).square().mean())
     for index, parameter in enumerate(model.parameters()):
         exact = torch.stack([rank[index].double() for rank in grads])

@@ -111,8 +111,10 @@ def test_transfers_in_all_directions_at_once(size, n):
     """Far more than the kernel's buffers hold; rank k gets k bytes more."""
     transports = world(size)
     results = [{k: np.zeros(n + t.rank, np.uint8) for k in range(size) if k != t.rank} for t in transports]
-    requests = [t.transfer({k: pattern(n + k, 10 * t.rank + k) for k in results[t.rank]}, results[t.rank], 3)
-                for t in transports]
+    requests = [
+        t.transfer({k: pattern(n + k, 10 * t.rank + k) for k in results[t.rank]}, results[t.rank], 3)
+        for t in transports
+    ]
     until(lambda: all([request.done() for request in requests]))
     for rank, result in enumerate(results):
         for source, array in result.items():
@@ -154,9 +156,16 @@ def test_two_worlds_at_once_do_not_mix():
     assert all_heard([first[1], second[1]], 1) == [[(0, b"first")], [(0, b"second")]]
 
 
-@pytest.mark.parametrize("hello", [
-    b"", b"GET / HTTP/1.1\r\n\r\n", b"x" * 10_000, HELLO.pack(b"wrong!", b"n" * 16, 1),
-], ids=["nothing", "http", "flood", "wrong secret"])
+@pytest.mark.parametrize(
+    "hello",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"x" * 10_000,
+        HELLO.pack(b"wrong!", b"n" * 16, 1),
+    ],
+    ids=["nothing", "http", "flood", "wrong secret"],
+)
 def test_a_stranger_is_refused_and_does_no_harm(hello):
     address = listener(0)._socket.getsockname()
     before = world(2, b"1" * 16)
@@ -217,8 +226,13 @@ def test_close_takes_leave_and_leaves_nothing_open():
             transport.close()
             assert sockets._sweep() == number + 1 or number == 2
             if number < 2:
-                until(lambda number=number, transports=transports: (
-                    sockets._sweep(), transports[2].heard(), transports[2].gone() == set(range(number + 1)))[-1])
+                until(
+                    lambda number=number, transports=transports: (
+                        sockets._sweep(),
+                        transports[2].heard(),
+                        transports[2].gone() == set(range(number + 1)),
+                    )[-1]
+                )
         until(lambda: sockets._sweep() == 0)
         assert n_open_files() == n_before
 

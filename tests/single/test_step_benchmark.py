@@ -20,10 +20,22 @@ RESULTS = BENCHMARKS / "results"
 def document(factor: float) -> dict:
     """A file as step.py writes it, its measurements being `factor` times what the model says with its default rates."""
     machine = asdict(replace(Machine(cores=2, calibrated_ranks=2), copy_rate=4e9))
-    calibration = {"schema": perfmodel.SCHEMA, "network": asdict(Network()) | {"host_rate": None},
-                   "machine": machine, "unmeasured": {}, "notes": {}}
-    result = {"link": "1gbit", "rate_bits": 1e9, "n_ranks": 2, "load": 0.5, "sizes": [10**5] * 40,
-              "calibration": calibration, "methods": {"alone": {"seconds": [0.5, 0.5], "parts": [0.1, 0.3, 0.1]}}}
+    calibration = {
+        "schema": perfmodel.SCHEMA,
+        "network": asdict(Network()) | {"host_rate": None},
+        "machine": machine,
+        "unmeasured": {},
+        "notes": {},
+    }
+    result = {
+        "link": "1gbit",
+        "rate_bits": 1e9,
+        "n_ranks": 2,
+        "load": 0.5,
+        "sizes": [10**5] * 40,
+        "calibration": calibration,
+        "methods": {"alone": {"seconds": [0.5, 0.5], "parts": [0.1, 0.3, 0.1]}},
+    }
     link = replace(Network(), bandwidth=1.25e8, allreduce="openmpi")
     two = Machine(cores=2, calibrated_ranks=2)
     totals = [perfmodel.predict_ring(result["sizes"], 2, link, two, bits, 0.3).total for bits in (32, 16)]

@@ -61,9 +61,7 @@ def test_load_reads_photographs(tmp_path):
         (tmp_path / "camvid-small" / part / "images").mkdir(parents=True)
         (tmp_path / "camvid-small" / part / "labels").mkdir()
         Image.new("RGB", (240, 180)).save(tmp_path / "camvid-small" / part / "images" / "x.jpg")
-        Image.fromarray(np.full((180, 240), 11, np.uint8)).save(
-            tmp_path / "camvid-small" / part / "labels" / "x.png"
-        )
+        Image.fromarray(np.full((180, 240), 11, np.uint8)).save(tmp_path / "camvid-small" / part / "labels" / "x.png")
     scenes = accuracy_tasks.load("segmentation", tmp_path)
     assert torch.equal(scenes.train_y.unique(), torch.tensor([accuracy_tasks.VOID]))
     assert scenes.train_x.shape[2:] == scenes.train_y.shape[1:]
@@ -99,12 +97,8 @@ def record(variant: str, e: int, m: int, seed: int, score: float, **changes: obj
 def test_accuracy_claims_follow_from_the_scores():
     runs = [record("fp32", 8, 23, seed, 0.70 + 0.01 * seed) for seed in range(3)]
     assert {held for _, held in accuracy.claims(runs)} == {None}
-    runs += [record("aps", 4, 3, s, 0.71) for s in range(3)] + [
-        record("aps", 5, 2, s, 0.60) for s in range(3)
-    ]
-    runs += [record("no aps", 4, 3, s, 0.50) for s in range(3)] + [
-        record("hybrid", 5, 2, s, 0.60) for s in range(3)
-    ]
+    runs += [record("aps", 4, 3, s, 0.71) for s in range(3)] + [record("aps", 5, 2, s, 0.60) for s in range(3)]
+    runs += [record("no aps", 4, 3, s, 0.50) for s in range(3)] + [record("hybrid", 5, 2, s, 0.60) for s in range(3)]
     runs += [record("aps", 3, 0, 0, 0.4), record("feedback", 3, 0, 0, 0.5)]
     assert [held for _, held in accuracy.claims(runs)] == [True, False, True, True, True]
     assert accuracy.claims(runs)[-1][0].endswith("(+10.0 points)")
@@ -191,10 +185,7 @@ def test_values_picks_records_that_match():
 
 def test_roundoff_study_ranks_the_methods(tmp_path):
     """What theory says: a float32 sum is best, the ring worst, and no scaling loses all at (3,4)."""
-    assert (
-        roundoff.main(["--ranks", "2", "32", "--elements", "300", "--seeds", "1", "--out", str(tmp_path)])
-        == 0
-    )
+    assert roundoff.main(["--ranks", "2", "32", "--elements", "300", "--seeds", "1", "--out", str(tmp_path)]) == 0
     records = json.loads((tmp_path / "roundoff.json").read_text())["records"]
 
     def error(method: str, e: int = 4, m: int = 3) -> float:

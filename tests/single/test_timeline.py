@@ -53,10 +53,19 @@ MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_RANK":
 
 @pytest.mark.parametrize(
     "variables, rank, size",
-    [({}, None, None), (BATCH, None, None), (SRUN, "3", "4"), (MPIRUN, "1", "2"),
-     ({"HOROVOD_RANK": "5", "HOROVOD_SIZE": "6"}, "5", "6"), ({"PMI_RANK": "0", "PMI_SIZE": "3"}, "0", "3"),
-     ({"PMIX_RANK": "2"}, "2", None), (BATCH | MPIRUN, "1", "2"), (SRUN | MPIRUN, "1", "2"),
-     (SRUN | {"HOROVOD_RANK": "5", "HOROVOD_SIZE": "6"}, "5", "6"), ({"HOROVOD_RANK": "-1"} | MPIRUN, "1", "2")],
+    [
+        ({}, None, None),
+        (BATCH, None, None),
+        (SRUN, "3", "4"),
+        (MPIRUN, "1", "2"),
+        ({"HOROVOD_RANK": "5", "HOROVOD_SIZE": "6"}, "5", "6"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "3"}, "0", "3"),
+        ({"PMIX_RANK": "2"}, "2", None),
+        (BATCH | MPIRUN, "1", "2"),
+        (SRUN | MPIRUN, "1", "2"),
+        (SRUN | {"HOROVOD_RANK": "5", "HOROVOD_SIZE": "6"}, "5", "6"),
+        ({"HOROVOD_RANK": "-1"} | MPIRUN, "1", "2"),
+    ],
 )
 def test_rank_and_size_are_the_innermost_launchers(variables, rank, size, tmp_path, monkeypatch):
     """Oracle: Slurm's manual (srun's and sbatch's output variables), Open MPI's and Horovod's launchers."""
@@ -121,9 +130,12 @@ def test_merge_shifts_to_one_axis_and_refuses_foreign_files(tmp_path, capsys):
     (tmp_path / "hvd.json").write_text(
         '[\n{"name": "process_name", "ph": "M", "pid": 0, '
         '"args": {"start_time_since_epoch_in_micros":1000}},\n'
-        '{"ph": "B", "name": "ALLREDUCE", "ts": 50, "pid": 1}]')
-    ours = [{"ph": "M", "name": "process_name", "pid": 9, "args": {timeline.START_KEY: 1200}},
-            {"ph": "X", "name": "APS_SCAN", "ts": 7, "dur": 1, "pid": 9, "tid": 0}]
+        '{"ph": "B", "name": "ALLREDUCE", "ts": 50, "pid": 1}]'
+    )
+    ours = [
+        {"ph": "M", "name": "process_name", "pid": 9, "args": {timeline.START_KEY: 1200}},
+        {"ph": "X", "name": "APS_SCAN", "ts": 7, "dur": 1, "pid": 9, "tid": 0},
+    ]
     (tmp_path / "aps.json").write_text(json.dumps(ours))
     out = tmp_path / "merged.json"
     files = [str(tmp_path / "hvd.json"), str(tmp_path / "aps.json")]
@@ -144,15 +156,21 @@ def test_merge_shifts_to_one_axis_and_refuses_foreign_files(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "variable, value, text",
-    [("HOROVOD_APS_LOG", "loud", "HOROVOD_APS_LOG must be one of debug, info, warning, error, got 'loud'"),
-     ("HOROVOD_APS_TIMELINE", "/no/such/t.json", "HOROVOD_APS_TIMELINE must be a file in a folder that"),
-     ("HOROVOD_APS_NUM_THREADS", "0", "HOROVOD_APS_NUM_THREADS must be in 1..1024, got 0"),
-     ("HOROVOD_APS_AVX2", "yes", "HOROVOD_APS_AVX2 must be an integer in 0..1, got 'yes'")],
+    [
+        ("HOROVOD_APS_LOG", "loud", "HOROVOD_APS_LOG must be one of debug, info, warning, error, got 'loud'"),
+        ("HOROVOD_APS_TIMELINE", "/no/such/t.json", "HOROVOD_APS_TIMELINE must be a file in a folder that"),
+        ("HOROVOD_APS_NUM_THREADS", "0", "HOROVOD_APS_NUM_THREADS must be in 1..1024, got 0"),
+        ("HOROVOD_APS_AVX2", "yes", "HOROVOD_APS_AVX2 must be an integer in 0..1, got 'yes'"),
+    ],
 )
 def test_malformed_variables_are_refused(variable, value, text, monkeypatch):
     monkeypatch.setenv(variable, value)
-    readers = {"HOROVOD_APS_LOG": config.log_level, "HOROVOD_APS_TIMELINE": config.timeline_file,
-               "HOROVOD_APS_NUM_THREADS": config.num_threads, "HOROVOD_APS_AVX2": config.use_avx2}
+    readers = {
+        "HOROVOD_APS_LOG": config.log_level,
+        "HOROVOD_APS_TIMELINE": config.timeline_file,
+        "HOROVOD_APS_NUM_THREADS": config.num_threads,
+        "HOROVOD_APS_AVX2": config.use_avx2,
+    }
     with pytest.raises(ValueError) as caught:
         readers[variable]()
     assert text in str(caught.value)
@@ -161,8 +179,11 @@ def test_malformed_variables_are_refused(variable, value, text, monkeypatch):
 def test_environment_is_read_in_config_only():
     """Oracle: the sources themselves."""
     folder = Path(config.__file__).parent
-    offenders = [path.name for path in folder.rglob("*.py") if path.name != "config.py"
-                 and re.search(r"(environ|getenv).*HOROVOD_APS_", path.read_text())]
+    offenders = [
+        path.name
+        for path in folder.rglob("*.py")
+        if path.name != "config.py" and re.search(r"(environ|getenv).*HOROVOD_APS_", path.read_text())
+    ]
     assert offenders == []
 
 

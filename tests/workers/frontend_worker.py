@@ -11,9 +11,14 @@ from typing import Any
 import numpy as np
 
 OPTIONS: list[dict[str, Any]] = [
-    {"e": 4, "m": 3}, {"e": 5, "m": 2}, {"e": 3, "m": 0}, {"e": 3, "m": 2, "specials": False},
-    {"e": 4, "m": 3, "rounding": "stochastic", "seed": 7}, {"e": 3, "m": 0, "error_feedback": True},
-    {"e": 4, "m": 3, "accumulate": "kahan"}, {"e": 4, "m": 3, "min_elements": 100, "bucket_mb": 0.01},
+    {"e": 4, "m": 3},
+    {"e": 5, "m": 2},
+    {"e": 3, "m": 0},
+    {"e": 3, "m": 2, "specials": False},
+    {"e": 4, "m": 3, "rounding": "stochastic", "seed": 7},
+    {"e": 3, "m": 0, "error_feedback": True},
+    {"e": 4, "m": 3, "accumulate": "kahan"},
+    {"e": 4, "m": 3, "min_elements": 100, "bucket_mb": 0.01},
     {"e": 4, "m": 3, "overrides": {"*.2": "float32", "*.[34]": (5, 10)}, "warmup_steps": 1},
     {"e": 4, "m": 3, "overrides": "auto", "auto_steps": 2, "auto_error": 0.1},
 ]

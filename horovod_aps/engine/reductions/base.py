@@ -112,7 +112,8 @@ class Work:
         if self.options.stats:
             self.measured = self.kernels.measure(self.table, message)
             if self.options.scaling:
-                self.histograms = exponent_histograms(self.kernels, self.table, self.bucket.layer_of_segment,
-                                                      len(self.layers), self.step_number)
+                self.histograms = exponent_histograms(
+                    self.kernels, self.table, self.bucket.layer_of_segment, len(self.layers), self.step_number
+                )
         if self.options.error_feedback:
             self.kernels.residual(self.table, message)

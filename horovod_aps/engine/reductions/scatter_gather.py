@@ -37,20 +37,22 @@ class ScatterGather:
     def run(self, work: Work) -> Steps:
         bounds = self._bucket.shard_bytes
         send = work.lease.take(int(bounds[-1]))
-        shards = [send[bounds[k]:bounds[k + 1]] for k in range(self._size)]
+        shards = [send[bounds[k] : bounds[k + 1]] for k in range(self._size)]
         work.encode(work.table, send)
         work.encoded(send)
 
         work.phase("APS_ALLTOALL", len(send) - self._n_payload)
         inputs = [shards[k] if k == self._rank else work.lease.take(self._n_payload) for k in range(self._size)]
-        yield work.transport.transfer({k: shards[k] for k in self._others}, {k: inputs[k] for k in self._others},
-                                      work.tag)
+        yield work.transport.transfer(
+            {k: shards[k] for k in self._others}, {k: inputs[k] for k in self._others}, work.tag
+        )
         message = self._reduce(work, inputs)
 
         work.phase("APS_ALLGATHER", len(message) * len(self._others))
         gathered = [message if k == self._rank else work.lease.take(n) for k, n in enumerate(self._gather_sizes)]
-        yield work.transport.transfer({k: message for k in self._others}, {k: gathered[k] for k in self._others},
-                                      work.tag + 1)
+        yield work.transport.transfer(
+            {k: message for k in self._others}, {k: gathered[k] for k in self._others}, work.tag + 1
+        )
         work.phase("APS_DECODE")
         work.point_at_targets()
         for shard, content in enumerate(gathered):
@@ -63,18 +65,19 @@ class ScatterGather:
         mine["exponent"] = work.table["exponent"][self._rows]
         mine["factor"] = work.table["factor"][self._rows]
         message = work.lease.take(self._gather_sizes[self._rank])
-        sums = message[:self._n_payload]
+        sums = message[: self._n_payload]
         exact = scratch = None
         if work.options.error_feedback:
             scratch = self._scratch.pop() if self._scratch else work.kernels.zeros(int(mine["n"].sum()))
             exact = work.exact_sums(mine, scratch, inputs)
-        work.kernels.reduce(mine, inputs, work.mode, sums, work.seed(self._size),
-                            keep_exponent=not work.options.scaling)
+        work.kernels.reduce(
+            mine, inputs, work.mode, sums, work.seed(self._size), keep_exponent=not work.options.scaling
+        )
         if exact is not None:  # what rounding the sum loses comes back through the owner's gradient
             exact["exponent"] = mine["exponent"]
             work.return_losses(exact, sums, work.table["data"][self._rows])
             self._scratch.append(scratch)
-        message[self._n_payload:] = mine["exponent"].astype("<i2").view(np.uint8)
+        message[self._n_payload :] = mine["exponent"].astype("<i2").view(np.uint8)
         return message
 
     def _decode(self, work: Work, shard: int, content: np.ndarray) -> None:
@@ -82,5 +85,5 @@ class ScatterGather:
         rows = slice(int(bucket.shard_segments[shard]), int(bucket.shard_segments[shard + 1]))
         n_exponents = EXPONENT_BYTES * (rows.stop - rows.start)
         part = part_of(work.table, rows, bucket.shard_bytes[shard])
-        part["exponent"] = content[len(content) - n_exponents:].view("<i2")
-        work.kernels.decode(part, [content[:len(content) - n_exponents]], 0)
+        part["exponent"] = content[len(content) - n_exponents :].view("<i2")
+        work.kernels.decode(part, [content[: len(content) - n_exponents]], 0)

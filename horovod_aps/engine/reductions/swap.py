@@ -30,8 +30,11 @@ class Swap:
         for rows, span in self._parts:
             work.encode(part_of(work.table, rows, span.start), send[span])
             work.phase("APS_ALLGATHER", (span.stop - span.start) * len(self._others))
-            requests.append(work.transport.transfer({k: send[span] for k in self._others},
-                                                    {k: received[k][span] for k in self._others}, work.tag))
+            requests.append(
+                work.transport.transfer(
+                    {k: send[span] for k in self._others}, {k: received[k][span] for k in self._others}, work.tag
+                )
+            )
         work.encoded(send)
         residuals = work.table["data"].copy()
         work.point_at_targets()
