@@ -236,7 +236,7 @@ def test_optimizer_takes_what_the_stock_one_takes():
 @pytest.mark.parametrize("compression", [None, APSCompressor(5, 10)], ids=["none", "aps"])
 @pytest.mark.parametrize("average", [False, True])
 def test_backward_passes_per_step(average, compression):
-    """Two batches make a step. Oracle: Horovod's definition by hand, the sum or the mean of both, averaged over ranks."""
+    """Two batches make a step. Oracle: Horovod's definition by hand, their sum or mean, averaged over ranks."""
     optimizer = DistributedOptimizer(
         keras.optimizers.SGD(1.0), compression, backward_passes_per_step=2, average_aggregated_gradients=average
     )
