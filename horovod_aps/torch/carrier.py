@@ -17,6 +17,7 @@ from horovod_aps.engine.seeds import stochastic_seed
 from horovod_aps.engine.statistics import Statistics
 from horovod_aps.kernels import FLOAT16, FLOAT32, ITEM_SIZES, Bytes, CpuKernels, Table
 from horovod_aps.options import Options
+from horovod_aps.torch.ticket import PACKED, Ticket
 
 VALUE_DTYPES = {FLOAT16: torch.float16, FLOAT32: torch.float32}
 
@@ -48,14 +49,17 @@ class CarrierBatch:
         self.members = tuple(process_set.ranks)
         self._place = carrier.carrier_place(options, len(self.members), mpi_ops.gloo_enabled())
         self._waiting: list[Sequence[Layer]] = []
+        self._tickets: list[Ticket] = []
         self._groups: list[CarriedGroup] = []  # whose exponents are on their way
         self._values: list[tuple[Layer, int, int]] = []  # layers whose values are, with exponent word and handle
         self.step_number = 0
         _all.add(self)
 
-    def submit(self, layers: Sequence[Layer]) -> None:
-        """Note one tensor or group."""
+    def submit(self, layers: Sequence[Layer], ticket: Ticket) -> None:
+        """Note one tensor or group, which must not start before the ticket is over."""
         self._waiting.append(layers)
+        if ticket not in self._tickets:
+            self._tickets.append(ticket)
 
     def flush(self, wanted: Sequence[Layer]) -> None:
         """All-reduce everything submitted, until these layers have their results.
@@ -65,7 +69,8 @@ class CarrierBatch:
         process move on meanwhile, for ranks may take results in another order.
         """
         for one in list(_all):
-            one._start()
+            if one is self or one._is_expected():
+                one._start()
         since = time.monotonic()
         while True:
             if any([one._advance() for one in list(_all)]):
@@ -74,6 +79,15 @@ class CarrierBatch:
             if is_done and (not (self._groups or self._values) or time.monotonic() - since > PATIENCE_SECONDS):
                 return
             time.sleep(POLL_SECONDS)
+
+    def _is_expected(self) -> bool:
+        """Whether all ranks are known to be there with the same transport."""
+        self._tickets = [ticket for ticket in self._tickets if not ticket.is_over() or ticket.word(PACKED)]
+        return not self._tickets
+
+    def forget(self) -> None:
+        """Drop what was submitted: not all ranks are there, or they mean something else."""
+        self._waiting, self._tickets = [], []
 
     def _start(self) -> None:
         waiting, self._waiting = self._waiting, []

@@ -185,7 +185,7 @@ class APSCompressor(BaseCompressor, Compressor):
                 torch.mul(layer.keep.staged, layer.factor, out=layer.keep.result)
                 layer.done = True
         elif batch.carrier is not None:
-            batch.carrier.submit(layers)
+            batch.carrier.submit(layers, batch.ticket)
         else:
             assert batch.exchange is not None
             with _on(batch.device):
@@ -292,6 +292,8 @@ class APSCompressor(BaseCompressor, Compressor):
         try:
             batch.ticket.check()
         except ValueError:
+            if batch.carrier is not None:
+                batch.carrier.forget()
             if batch.exchange is not None:
                 batch.exchange.forget()
                 if isinstance(batch.exchange.tickets, TicketOffice) and batch.group is None:
