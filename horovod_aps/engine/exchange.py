@@ -388,7 +388,7 @@ class Exchange:
         transport = self.transport
         if transport is None or not transport.ready():
             return False
-        moved = False
+        moved = self._launch_full()  # headers first: they would wait behind the data of buckets that are agreed on
         self.listen()
         while (said := self._rounds.conclude()) is not None:
             try:
@@ -398,7 +398,6 @@ class Exchange:
             moved = True
         if gone := self._rounds.missing() & transport.gone():
             raise LostPeer(f"rank {min(gone)} has ended while this rank waits for it")
-        moved |= self._launch_full()
         for job in self._jobs:
             moved |= job.step()
         if moved:

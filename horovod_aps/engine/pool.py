@@ -1,6 +1,7 @@
 """Memory for messages, used again from bucket to bucket and from step to step.
 
-What lies idle is bounded: together with what is in use never more than the most that was in use at once lately.
+What lies idle is bounded: together with what is in use never more than the most that a batch has taken lately. Buckets
+do not always overlap in the same way, so what is in use at once would not do: buffers would be made anew now and then.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Pool:
             buffer = self._alloc(n_bytes)
         self._n_used += len(buffer)
         self._n_asked += n_bytes
-        self._peaks[-1] = max(self._peaks[-1], self._n_asked)
+        self._peaks[-1] += n_bytes
         return buffer
 
     def _give(self, buffer: np.ndarray, n_bytes: int) -> None:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from horovod_aps.engine.exchange import Exchange
 
 POLL_SECONDS = 50e-6  # between looks at the network while there is nothing else to do
-THREAD_SECONDS = 2e-3  # between looks of the thread
-ALONE_SECONDS = 10e-3  # without a look by anyone else, after which the thread looks
+THREAD_SECONDS = 20e-3  # between looks of the thread; each takes the interpreter from whoever has it
+ALONE_SECONDS = 0.1  # without a look by anyone else, after which the thread looks; sooner, it costs more than it brings
 IMPATIENT_SECONDS = 0.1  # without any movement
 
 _active: dict[int, Exchange] = {}  # that hold something
