@@ -196,7 +196,7 @@ class Exchange:
         """`wait` in steps that never block, for a caller that drives several exchanges at once."""
         with self._lock:
             self._take_in()
-            wanted = [*self._pending.values()] if layers is None else list(layers)
+            wanted = self._held() if layers is None else list(layers)
         while True:
             with self._lock:
                 moved = self._move_on()
@@ -210,6 +210,10 @@ class Exchange:
                     self._board_or_talk(waits=True, whole=layers is None)
                     moved = True
             yield moved
+
+    def _held(self) -> list[Layer]:
+        """All layers that were handed in and have no result yet."""
+        return [*self._pending.values(), *(layer for job in self._jobs for layer in job.work.layers)]
 
     def _move_on(self) -> bool:
         try:
