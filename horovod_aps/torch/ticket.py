@@ -14,6 +14,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
+from horovod_aps.carrier import check_transports
 from horovod_aps.transports import sockets
 
 PRESENT, PACKED, SPEAKS_MPI, N_WORDS = range(4)
@@ -81,11 +82,7 @@ class Ticket:
     def check(self) -> None:
         """Raise ValueError, on all ranks, if not all of them are here and mean the same transport."""
         n_present, n_packed = self.word(PRESENT), self.word(PACKED)
-        if 0 < n_packed < n_present:
-            raise ValueError(
-                f'APSCompressor: option transport is "packed" on {n_packed} ranks and "allreduce" on '
-                f"{n_present - n_packed}; all ranks must use the same options"
-            )
+        check_transports(n_packed, n_present)
         if n_packed and n_present != self._size:
             raise ValueError(
                 f"APSCompressor: {self._size - n_present} of {self._size} ranks are in hvd.join(), which "
