@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from horovod_aps.errors import not_ours
+
 HEADER, TALK, CHOICE, NUDGE = 1, 2, 3, 4
 _FRONT = struct.Struct("<BxxxII")  # what it is, epoch, round
 _IDENTITY = struct.Struct("<16s8sI")  # digest of the plan, digest of the factors, bucket
@@ -80,10 +82,7 @@ class Rounds:
     def hear(self, rank: int, message: bytes) -> int | None:
         """Note what another rank has said; the number if it is a nudge, ValueError if no rank says so."""
         if len(message) < _FRONT.size:
-            raise ValueError(
-                f"APSCompressor: rank {rank} has sent {len(message)} bytes that are not of horovod_aps; "
-                f"check that all ranks run the same program and version"
-            )
+            raise not_ours(rank, len(message))
         kind, epoch, number = _FRONT.unpack_from(message)
         if kind == NUDGE:
             return int(number)

@@ -8,6 +8,7 @@ layers, so no sizes travel.
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -73,6 +74,36 @@ class BucketLayout:
                 parts.append((slice(first, row), slice(start, end)))
                 first, filled = row, 0
         return parts
+
+    def shards(self, first: int, n: int) -> BucketLayout:
+        """The same layers, of which only `n` shards are there."""
+        rows = slice(int(self.shard_segments[first]), int(self.shard_segments[first + n]))
+        bounds = slice(first, first + n + 1)
+        return BucketLayout(
+            self.layers,
+            part_of(self.segments, rows, self.shard_bytes[first]),
+            self.layer_of_segment[rows],
+            self.shard_segments[bounds] - rows.start,
+            self.shard_bytes[bounds] - self.shard_bytes[first],
+            self.gather_bytes[bounds] - self.gather_bytes[first],
+        )
+
+    @cached_property
+    def _gathered(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of every segment, its first byte in the gather buffer and the first byte of its exponent."""
+        counts = np.diff(self.shard_segments)
+        shard = np.repeat(np.arange(self.n_shards), counts)
+        offsets = self.segments["offset"] - self.shard_bytes[shard] + self.gather_bytes[shard]
+        behind = (np.arange(len(shard)) - self.shard_segments[shard + 1]) * EXPONENT_BYTES
+        return offsets, self.gather_bytes[shard + 1] + behind
+
+    def read_gathered(self, table: np.ndarray, gathered: np.ndarray) -> None:
+        """Make `table` that of the sums in a gather buffer."""
+        offsets, places = self._gathered
+        table["offset"] = offsets
+        table["exponent"] = (gathered[places].astype(np.uint16) | gathered[places + 1].astype(np.uint16) << 8).view(
+            np.int16
+        )
 
     def shard_table(self, shard: int) -> np.ndarray:
         """Segments of one shard with offsets from the start of that shard's message."""
@@ -163,7 +194,14 @@ def lay_out_bucket(specs: Sequence[LayerSpec], layers: Sequence[int], n_shards: 
     )
 
 
-def plan_buckets(specs: Sequence[LayerSpec], n_ranks: int, bucket_mb: float) -> list[BucketLayout]:
-    """Layouts of all buckets for `n_ranks` ranks; two ranks swap whole buckets in a single phase."""
-    n_shards = n_ranks if n_ranks > 2 else 1
+def shards_among(n_ranks: int) -> int:
+    """Into how many shards so many ranks cut what they exchange; two of them swap it in a single phase."""
+    return n_ranks if n_ranks > 2 else 1
+
+
+def plan_buckets(
+    specs: Sequence[LayerSpec], n_ranks: int, bucket_mb: float, n_shards: int | None = None
+) -> list[BucketLayout]:
+    """Layouts of all buckets for `n_ranks` ranks."""
+    n_shards = n_shards or shards_among(n_ranks)
     return [lay_out_bucket(specs, layers, n_shards) for layers in split_into_buckets(specs, bucket_mb)]

@@ -10,61 +10,68 @@ Bytes per rank are those of a ring all-reduce, with two roundings whatever the n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from horovod_aps.engine.layout import EXPONENT_BYTES, BucketLayout, part_of
-from horovod_aps.engine.reductions.base import Steps, Work
+from horovod_aps.engine.layout import BucketLayout
+from horovod_aps.engine.reductions.base import Reduction, Steps, Work
 
 
-class ScatterGather:
+class ScatterGather(Reduction):
     """A bucket in one shard per rank."""
 
-    def __init__(self, bucket: BucketLayout, rank: int, size: int) -> None:
+    def __init__(self, bucket: BucketLayout, rank: int, size: int, ranks: Sequence[int] | None = None) -> None:
+        """`rank` of `size` takes part; `ranks` has the transport's number of each, if it is another."""
         self._bucket, self._rank, self._size = bucket, rank, size
+        self._ranks = list(range(size)) if ranks is None else list(ranks)
         self._rows = slice(int(bucket.shard_segments[rank]), int(bucket.shard_segments[rank + 1]))
         self._mine = bucket.shard_table(rank)
         self._n_payload = int(bucket.shard_bytes[rank + 1] - bucket.shard_bytes[rank])
-        self._gather_sizes = np.diff(bucket.gather_bytes).tolist()
         self._others = [k for k in range(size) if k != rank]
         self._scratch: list[Any] = []  # float32 memory of earlier runs, for the sums before they are rounded
 
     def bytes_sent(self) -> float:
         scattered = int(self._bucket.shard_bytes[-1]) - self._n_payload
-        return scattered + self._gather_sizes[self._rank] * len(self._others)
+        return scattered + int(np.diff(self._bucket.gather_bytes)[self._rank]) * len(self._others)
 
     def run(self, work: Work) -> Steps:
-        bounds = self._bucket.shard_bytes
-        send = work.lease.take(int(bounds[-1]))
-        shards = [send[bounds[k] : bounds[k + 1]] for k in range(self._size)]
+        gathered = work.lease.take(int(self._bucket.gather_bytes[-1]))
+        yield from self.exchange(work, gathered)
+        work.phase("APS_DECODE")
+        work.point_at_targets()
+        self._bucket.read_gathered(work.table, gathered)
+        work.kernels.decode(work.table, [gathered])
+
+    def exchange(self, work: Work, gathered: np.ndarray) -> Steps:
+        """All ranks' sums into `gathered`, which is laid out as the bucket says."""
+        send = work.lease.take(int(self._bucket.shard_bytes[-1]))
+        shards = _cut(send, self._bucket.shard_bytes)
         work.encode(work.table, send)
         work.encoded(send)
 
         work.phase("APS_ALLTOALL", len(send) - self._n_payload)
         inputs = [shards[k] if k == self._rank else work.lease.take(self._n_payload) for k in range(self._size)]
-        yield work.transport.transfer(
-            {k: shards[k] for k in self._others}, {k: inputs[k] for k in self._others}, work.tag
-        )
-        message = self._reduce(work, inputs)
+        yield work.transport.transfer(self._to_others(shards), self._to_others(inputs), work.tag)
 
-        work.phase("APS_ALLGATHER", len(message) * len(self._others))
-        gathered = [message if k == self._rank else work.lease.take(n) for k, n in enumerate(self._gather_sizes)]
+        messages = _cut(gathered, self._bucket.gather_bytes)
+        mine = messages[self._rank]
+        self._reduce(work, inputs, mine)
+        work.phase("APS_ALLGATHER", len(mine) * len(self._others))
         yield work.transport.transfer(
-            {k: message for k in self._others}, {k: gathered[k] for k in self._others}, work.tag + 1
+            {self._ranks[k]: mine for k in self._others}, self._to_others(messages), work.tag + 1
         )
-        work.phase("APS_DECODE")
-        work.point_at_targets()
-        for shard, content in enumerate(gathered):
-            self._decode(work, shard, content)
 
-    def _reduce(self, work: Work, inputs: list[np.ndarray]) -> np.ndarray:
-        """The message with the sums of this rank's shard."""
+    def _to_others(self, arrays: Sequence[np.ndarray]) -> dict[int, np.ndarray]:
+        return {self._ranks[k]: arrays[k] for k in self._others}
+
+    def _reduce(self, work: Work, inputs: list[np.ndarray], message: np.ndarray) -> None:
+        """Write the message with the sums of this rank's shard."""
         work.phase("APS_REDUCE")
         mine = self._mine.copy()
         mine["exponent"] = work.table["exponent"][self._rows]
         mine["factor"] = work.table["factor"][self._rows]
-        message = work.lease.take(self._gather_sizes[self._rank])
         sums = message[: self._n_payload]
         exact = scratch = None
         if work.options.error_feedback:
@@ -78,12 +85,7 @@ class ScatterGather:
             work.return_losses(exact, sums, work.table["data"][self._rows])
             self._scratch.append(scratch)
         message[self._n_payload :] = mine["exponent"].astype("<i2").view(np.uint8)
-        return message
 
-    def _decode(self, work: Work, shard: int, content: np.ndarray) -> None:
-        bucket = self._bucket
-        rows = slice(int(bucket.shard_segments[shard]), int(bucket.shard_segments[shard + 1]))
-        n_exponents = EXPONENT_BYTES * (rows.stop - rows.start)
-        part = part_of(work.table, rows, bucket.shard_bytes[shard])
-        part["exponent"] = content[len(content) - n_exponents :].view("<i2")
-        work.kernels.decode(part, [content[: len(content) - n_exponents]], 0)
+
+def _cut(array: np.ndarray, bounds: np.ndarray) -> list[np.ndarray]:
+    return [array[start:stop] for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist())]
