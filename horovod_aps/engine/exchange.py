@@ -518,11 +518,20 @@ class Exchange:
             self._talk(mine.waits, mine.whole)
             return
         names = agreement.settle(proposals)
+        self._check_hierarchy()
         self._must_talk = False
         self._end_flight()
         if names:
             layers = [self._pending[name] for name in names]
             self._flight = Flight.of(self._remember(self._specs(layers)), layers)
+
+    def _check_hierarchy(self) -> None:
+        """Raise ValueError, on all ranks, if two levels are wanted and cannot be."""
+        assert self.transport is not None
+        hosts = self.transport.hosts
+        if self.options.hierarchy == "two-level" and (hosts is None or hosts.room is None):
+            why = "the ranks' hosts are not known" if hosts is None else hosts.why_flat
+            raise ValueError(f'APSCompressor: hierarchy="two-level" cannot be: {why}')
 
     def _catch_up(self, step_number: int, chosen: dict[str, Any] | None) -> None:
         """Go on where the most advanced rank is: this rank may have joined an elastic job just now."""

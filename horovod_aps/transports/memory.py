@@ -88,9 +88,10 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class Need:
-    """What a bucket takes of the memory: pieces through the areas, and bytes of one rank's part of an area and of a slot."""
+    """What a bucket takes of the memory: bytes of one rank's part of an area, and of a slot."""
 
     n_pieces: int
+    """That it passes through the areas, at least one: that keeps buckets in order."""
     part: int
     slot: int
 
