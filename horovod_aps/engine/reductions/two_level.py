@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from horovod_aps.engine.layout import BucketLayout, LayerSpec, plan_buckets, shards_among
+from horovod_aps.engine.layout import EXPONENT_BYTES, BucketLayout, LayerSpec, plan_buckets, shards_among
 from horovod_aps.engine.reductions.base import Reduction, Steps, Work
 from horovod_aps.engine.reductions.scatter_gather import ScatterGather
 from horovod_aps.engine.reductions.swap import Swap
@@ -92,16 +92,23 @@ class TwoLevel(Reduction):
         n_layers = len(bucket.layers)
         self._exponents = 4 * n_layers
         self._measures = 8 * n_layers * (N_MEASURES + N_BINS)
-        self._wire = int(bucket.gather_bytes[-1]) if self._scatter else hosts.n_hosts * int(bucket.shard_bytes[-1])
-        self.need = Need(len(self._pieces), self._part, self._aligned_slot())
+        self._lay_out_slot(
+            packed=int(bucket.shard_bytes[-1]) * (1 if self._scatter else hosts.n_hosts),
+            sum_exponents=EXPONENT_BYTES * len(bucket.segments),
+            exponents=self._exponents * hosts.n_places,
+            measures=self._measures * hosts.n_places,
+        )
 
-    def _aligned_slot(self) -> int:
-        """Bytes of a slot: packed bytes, then exponents and measures of each rank of the host."""
-        self._wire_end = self._wire + -self._wire % ALIGNMENT
-        self._exponents_end = self._wire_end + self._hosts.n_places * self._exponents
-        self._exponents_end += -self._exponents_end % ALIGNMENT
-        n_bytes = self._exponents_end + self._hosts.n_places * self._measures
-        return n_bytes + -n_bytes % ALIGNMENT
+    def _lay_out_slot(self, **sizes: int) -> None:
+        """Where things lie in a slot: packed bytes and exponents of sums, exponents and measures of the host's ranks."""
+        self._spans, end = {}, 0
+        for name, n_bytes in sizes.items():
+            self._spans[name] = slice(end, end + n_bytes)
+            end += n_bytes + -n_bytes % ALIGNMENT
+        self.need = Need(len(self._pieces), self._part, end)
+
+    def _in_slot(self, visit: Visit, name: str) -> np.ndarray:
+        return visit.content[self._spans[name]]
 
     def bytes_sent(self) -> float:
         exponents = self._exponents * len(self._others)
@@ -150,8 +157,8 @@ class TwoLevel(Reduction):
         n_places, peers = self._hosts.n_places, self._others
         inner.add_residuals()
         work.phase("APS_SCAN")
-        work.kernels.scan(inner.table, stochastic=work.options.rounding == "stochastic")
-        table = visit.content[self._wire_end :][: n_places * self._exponents].view(np.int32).reshape(n_places, -1)
+        yield work.kernels.scan(inner.table, stochastic=work.options.rounding == "stochastic")
+        table = self._in_slot(visit, "exponents").view(np.int32).reshape(n_places, -1)
         mine = np.full(len(work.layers), EXP_ZERO, np.int32)
         np.maximum.at(mine, inner.bucket.layer_of_segment, inner.table["exponent"])
         table[self._hosts.place] = mine
@@ -162,7 +169,7 @@ class TwoLevel(Reduction):
         send[:] = host.astype("<i4").view(np.uint8)
         received = {rank: work.lease.take(self._exponents) for rank in peers}
         work.phase("APS_EXPONENTS", self._exponents * len(peers))
-        yield work.transport.transfer(dict.fromkeys(peers, send), received, work.tag + 2)
+        yield work.transport.transfer(dict.fromkeys(peers, send), received, work.tag + 3)
         shared = np.max([host, *(array.view("<i4") for array in received.values())], axis=0)
         work.scale(shared, self.n_summed)
         inner.scale(shared, self.n_summed)
@@ -170,9 +177,8 @@ class TwoLevel(Reduction):
     def _exchange(self, inner: Work, visit: Visit) -> Steps:
         """The packed shard of all hosts into shared memory."""
         if self._scatter is not None:
-            bounds = self._bucket.gather_bytes
-            landing = visit.content[bounds[self._first] : bounds[self._first + self._per_place]]
-            yield from self._scatter.exchange(inner, landing)
+            packed, exponents = self._shard_of(visit, 0), self._in_slot(visit, "sum_exponents").view("<i2")
+            yield from self._scatter.exchange(inner, packed, exponents[self._rows])
             return
         wires = [self._shard_of(visit, host) for host in range(self._hosts.n_hosts)]
         send = wires[self._hosts.host]
@@ -190,27 +196,26 @@ class TwoLevel(Reduction):
             Swap.keep_losses(inner, inner.table, wires, inner.table["data"])
 
     def _shard_of(self, visit: Visit, host: int) -> np.ndarray:
+        """Where the packed shard of this rank's place lies, as a host has encoded it."""
         start, bounds = host * int(self._bucket.shard_bytes[-1]), self._bucket.shard_bytes
-        return visit.content[start + bounds[self._first] : start + bounds[self._first + self._per_place]]
+        packed = self._in_slot(visit, "packed")
+        return packed[start + bounds[self._first] : start + bounds[self._first + self._per_place]]
 
     def _decode(self, work: Work, visit: Visit) -> None:
         work.phase("APS_DECODE")
         work.point_at_targets()
+        packed = self._in_slot(visit, "packed")
         if self._scatter is not None:
-            gathered = visit.content[: self._wire]
-            self._bucket.read_gathered(work.table, gathered)
-            work.kernels.decode(work.table, [gathered])
-            return
-        n_bytes = int(self._bucket.shard_bytes[-1])
-        wires = [visit.content[host * n_bytes : (host + 1) * n_bytes] for host in range(self._hosts.n_hosts)]
-        work.kernels.decode(work.table, wires, work.mode)
+            work.table["exponent"] = self._in_slot(visit, "sum_exponents").view("<i2")
+            work.kernels.decode(work.table, [packed])
+        else:
+            work.kernels.decode(work.table, list(packed.reshape(self._hosts.n_hosts, -1)), work.mode)
 
     # ---- what is measured of a layer is measured by several ranks of the host ---------------------------------
 
     def _measures_of_all(self, visit: Visit) -> np.ndarray:
         n_places = self._hosts.n_places
-        part = visit.content[self._exponents_end :][: n_places * self._measures]
-        return part.view(np.float64).reshape(n_places, -1, N_MEASURES + N_BINS)
+        return self._in_slot(visit, "measures").view(np.float64).reshape(n_places, -1, N_MEASURES + N_BINS)
 
     def _put_measures(self, inner: Work, visit: Visit) -> None:
         mine = self._measures_of_all(visit)[self._hosts.place]
