@@ -168,6 +168,11 @@ class Options:
                     return as_format(value, self.specials, "APSCompressor: overrides")
         return FLOAT32 if n_elements < self.min_elements else self.default_format
 
+    @property
+    def why_flat(self) -> str:
+        """Why no rank should look for others on its host; empty if it should."""
+        return 'hierarchy is "flat"' if self.hierarchy == "flat" else ""
+
     def replace(self, **changes: Any) -> Options:
         """A checked copy with some options changed."""
         return replace(self, **changes)

@@ -129,6 +129,14 @@ class Exchange:
         """Whether it holds nothing."""
         return not (self._pending or self._jobs or self._submitted or self._flight)
 
+    @property
+    def way(self) -> str:
+        """How gradients travel between hosts, for people; empty while that is not known."""
+        hosts = None if self.transport is None else self.transport.hosts
+        if hosts is None:
+            return ""
+        return f"flat ({hosts.why_flat})" if hosts.room is None else f"two-level ({hosts})"
+
     def close(self) -> None:
         """Nobody will use it again."""
         progress.remove(self)
@@ -521,6 +529,7 @@ class Exchange:
             return
         names = agreement.settle(proposals)
         self._check_hierarchy()
+        trace("way: %s", self.way)
         self._must_talk = False
         self._end_flight()
         if names:

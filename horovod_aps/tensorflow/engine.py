@@ -251,7 +251,11 @@ def _link(call: Call, process_set: Any, ticket: np.ndarray) -> _Link:
         name = f"{ps_id} {ranks} {call.stem}"  # compressors need not be made in the same order here
         n_able = len(ranks) if speak_mpi else 0
         link = links[ps_id] = _Link(
-            SharedTransport(make_link(name, ranks, ranks.index(mpi_ops.rank()), n_able, addresses)),
+            SharedTransport(
+                make_link(
+                    name, ranks, ranks.index(mpi_ops.rank()), n_able, addresses, call.compressor._options.why_flat
+                )
+            ),
             _world_numbers[ps_id],
             ranks,
             rank,

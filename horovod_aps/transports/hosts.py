@@ -109,9 +109,9 @@ def _read(rank: int, message: bytes) -> str:
 class HostedTransport:
     """A transport whose ranks know their hosts when it is ready."""
 
-    def __init__(self, transport: Transport, two_levels: bool = True, host: str | None = None) -> None:
-        """`two_levels` says whether this rank wants shared memory; without it on all ranks there is none."""
-        self._transport, self._wants = transport, two_levels
+    def __init__(self, transport: Transport, why_flat: str = "", host: str | None = None) -> None:
+        """`why_flat` is why this rank wants no shared memory, if so; then there is none."""
+        self._transport, self._why_flat = transport, why_flat
         self.rank, self.size, self.memory = transport.rank, transport.size, transport.memory
         self.hosts: Hosts | None = None
         self._host = own_host() if host is None else host
@@ -127,7 +127,7 @@ class HostedTransport:
         if not self._transport.ready():
             return False
         if self._n_said == 0:
-            self._say(self._host if self._wants else "")
+            self._say(f"flat {self._why_flat}" if self._why_flat else f"host {self._host}")
         for rank, message in self._transport.heard():
             self._heard[rank].append(message)
         if gone := {rank for rank in self._transport.gone() if not self._heard[rank]}:
@@ -146,8 +146,9 @@ class HostedTransport:
     def _conclude(self, said: list[str]) -> None:
         if len(self._answers) == 1:
             self._ranks = group(said)
-            if not all(said):
-                self._end('hierarchy is "flat" on some ranks')
+            wishes = [text.removeprefix("flat ") for text in said if text.startswith("flat ")]
+            if wishes:
+                self._end(wishes[0])
             elif why := why_not(self._ranks):
                 self._end(why)
             else:

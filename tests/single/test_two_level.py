@@ -33,7 +33,7 @@ def exchanges(names: list[str], options: Options) -> list[Exchange]:
     """One rank for each name, which is that of its host."""
     world = LocalTransport.world(len(names))
     return [
-        Exchange(CpuKernels(), HostedTransport(one, options.hierarchy != "flat", name), options)
+        Exchange(CpuKernels(), HostedTransport(one, options.why_flat, name), options)
         for one, name in zip(world, names)
     ]
 
