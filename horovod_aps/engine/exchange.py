@@ -140,9 +140,9 @@ class Exchange:
 
     # ---- handing in and taking out ------------------------------------------------------------------------
 
-    def submit(self, layer: Layer) -> None:
-        """Hand in one gradient; full buckets of a known batch start on their way at once. Never blocks."""
-        self._submitted.append(layer)
+    def submit(self, *layers: Layer) -> None:
+        """Hand in gradients; full buckets of a known batch start on their way at once. Never blocks."""
+        self._submitted.extend(layers)
         if self._lock.acquire(blocking=False):
             try:
                 full = self._take_in()
@@ -158,10 +158,11 @@ class Exchange:
         while self._submitted:
             layer = self._submitted.popleft()
             if layer.name in self._pending:
-                raise ValueError(
+                layer.error = ValueError(
                     f"APSCompressor: {layer.name!r} was submitted twice before its result was used; "
                     f"give tensors of different models different names"
                 )
+                raise layer.error
             self._pending[layer.name] = layer
             if self._flight is not None:
                 full |= self._flight.arrive(layer)
@@ -192,10 +193,6 @@ class Exchange:
         with self.context():
             progress.run(self, self.steps(layers))
             self.kernels.end()
-
-    def flush(self) -> None:
-        """`wait` for everything."""
-        self.wait()
 
     def steps(self, layers: Sequence[Layer] | None = None) -> Generator[bool, None, None]:
         """`wait` in steps that never block, for a caller that drives several exchanges at once."""
@@ -339,11 +336,6 @@ class Exchange:
             self._chooser = None
         elif self._chooser is not None and state.get("auto"):
             self._chooser.load_state(state["auto"])
-
-    def inherit(self, other: Exchange) -> None:
-        """Take over what a rank keeps when the world around it changes."""
-        self.load_state(other.state())
-        self.statistics = other.statistics
 
     def forget(self) -> None:
         """Drop everything that was learned from the present ranks, for a changed world."""

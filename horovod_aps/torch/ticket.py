@@ -15,7 +15,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
-from horovod_aps.carrier import check_transports
+from horovod_aps.frontends.checks import check_present
 from horovod_aps.transports import sockets
 
 PRESENT, PACKED, SPEAKS_MPI, N_WORDS = range(4)
@@ -82,14 +82,7 @@ class Ticket:
 
     def check(self) -> None:
         """Raise ValueError, on all ranks, if not all of them are here and mean the same transport."""
-        n_present, n_packed = self.word(PRESENT), self.word(PACKED)
-        check_transports(n_packed, n_present)
-        if n_packed and n_present != self._size:
-            raise ValueError(
-                f"APSCompressor: {self._size - n_present} of {self._size} ranks are in hvd.join(), which "
-                f"only a plain all-reduce can go on without; use APSCompressor(..., "
-                f'transport="allreduce")'
-            )
+        check_present(self.word(PRESENT), self.word(PACKED), self._size)
 
 
 class TicketOffice:

@@ -239,7 +239,7 @@ def test_changing_factors_and_shrinking_batches_keep_no_memory():
         torch.testing.assert_close(result, x * hvd.size() * (1.0 + step / 32), rtol=0.07, atol=0)
         if step == 5:
             early = tracemalloc.get_traced_memory()[0]
-    exchange = next(iter(compressor._exchanges.values()))
+    exchange = next(iter(compressor._reducers.values()))
     assert len(exchange._plans) == 1
     assert exchange._pool.n_bytes < 2 * x.numel() * 4
     assert tracemalloc.get_traced_memory()[0] < early + x.numel()
@@ -257,7 +257,7 @@ def test_changing_factors_and_shrinking_batches_keep_no_memory():
                 optimizer._requires_update.discard(p)
         sum(p.sum() for p in parameters).backward()
         optimizer.step()
-        exchange = next(iter(compressor._exchanges.values()))
+        exchange = next(iter(compressor._reducers.values()))
         if step == 4:
             talks = exchange.n_talks
     assert exchange.n_talks == talks <= 4
