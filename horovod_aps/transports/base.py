@@ -32,8 +32,10 @@ class Transport(Protocol):
     size: int
     memory: str
     """Where the bytes that it moves must lie: "host"."""
-    hosts: Hosts | None
-    """Once it is ready: how ranks are spread over hosts, if it knows that."""
+
+    @property
+    def hosts(self) -> Hosts | None:
+        """Once it is ready: how ranks are spread over hosts, if it knows that."""
 
     def ready(self) -> bool:
         """Whether all ranks are connected; makes progress when called, and raises if that has failed."""

@@ -1,8 +1,8 @@
 """Memory that the ranks of one host share, and the order in which buckets use it.
 
-The memory has no name in any file system: the first rank of a host makes it (`memfd_create`), the others open it through
-`/proc`, and it is gone with the last process that has it, however that ends. It grows as buckets need it; pages are
-allocated before anyone touches them, so that a lack of memory is an error and not a signal.
+The memory has no name in any file system: the first rank of a host makes it (`memfd_create`), the others open it
+through `/proc`, and it is gone with the last process that has it, however that ends. It grows as buckets need it; pages
+are allocated before anyone touches them, so that a lack of memory is an error and not a signal.
 
 Buckets take it in turns that are the same on all ranks of the host. Each rank puts its gradients, piece by piece, into
 its own part of an *area*, and adds up its share of everybody's. What travels lies in a *slot* until all have read it.
@@ -194,9 +194,7 @@ class Visit:
     def written(self, piece: int) -> Until:
         """Until all have written a piece, and this rank has summed all before."""
         number = self._first + piece
-        return Until(
-            lambda: self._room.mine(SUMMED, 0) == number and self._room.reached(WRITTEN, 0, number + 1)
-        )
+        return Until(lambda: self._room.mine(SUMMED, 0) == number and self._room.reached(WRITTEN, 0, number + 1))
 
     def summed(self, piece: int) -> None:
         self._room.set(SUMMED, 0, self._first + piece + 1)

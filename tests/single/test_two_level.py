@@ -33,8 +33,7 @@ def exchanges(names: list[str], options: Options) -> list[Exchange]:
     """One rank for each name, which is that of its host."""
     world = LocalTransport.world(len(names))
     return [
-        Exchange(CpuKernels(), HostedTransport(one, options.why_flat, name), options)
-        for one, name in zip(world, names)
+        Exchange(CpuKernels(), HostedTransport(one, options.why_flat, name), options) for one, name in zip(world, names)
     ]
 
 
@@ -331,7 +330,9 @@ def test_ranks_at_any_speed_never_meet_wrong_content(seed: int) -> None:
         visit.tell(two_level.FILLED)
         yield visit.all_told(two_level.FILLED)
         for other in range(n_places):
-            assert visit.content[other] == (number + other) % 251 and visit.content[32 + other] == (number + other) % 250
+            assert (
+                visit.content[other] == (number + other) % 251 and visit.content[32 + other] == (number + other) % 250
+            )
         visit.tell(two_level.READ)
 
     running = []  # of each rank: generators and what they wait for, in order

@@ -46,8 +46,6 @@ class Reduction(Protocol):
     """Whether the exchange is to add residuals, and to share the gradients' exponents in the header."""
     n_near: int = 1
     """Ranks of a host, which together send what a ring all-reduce would have one of them send."""
-    n_summed: int | None = None
-    """How many encoded values make a sum, if not one per rank."""
 
     def bytes_sent(self) -> float:
         """Bytes that this rank sends in one run, without headers."""

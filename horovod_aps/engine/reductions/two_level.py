@@ -78,7 +78,7 @@ class TwoLevel(Reduction):
     def __init__(self, bucket: BucketLayout, hosts: Hosts) -> None:
         assert hosts.room is not None
         self._bucket, self._hosts, self._room = bucket, hosts, hosts.room
-        self.n_near, self.n_summed = hosts.n_places, hosts.n_hosts
+        self.n_near = hosts.n_places
         self._per_place = bucket.n_shards // hosts.n_places
         self._first = hosts.place * self._per_place
         self._mine = bucket.shards(self._first, self._per_place)
@@ -171,8 +171,8 @@ class TwoLevel(Reduction):
         work.phase("APS_EXPONENTS", self._exponents * len(peers))
         yield work.transport.transfer(dict.fromkeys(peers, send), received, work.tag + 3)
         shared = np.max([host, *(array.view("<i4") for array in received.values())], axis=0)
-        work.scale(shared, self.n_summed)
-        inner.scale(shared, self.n_summed)
+        work.scale(shared, self._hosts.n_hosts)
+        inner.scale(shared, self._hosts.n_hosts)
 
     def _exchange(self, inner: Work, visit: Visit) -> Steps:
         """The packed shard of all hosts into shared memory."""
