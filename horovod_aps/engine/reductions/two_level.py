@@ -100,7 +100,7 @@ class TwoLevel(Reduction):
         )
 
     def _lay_out_slot(self, **sizes: int) -> None:
-        """Where things lie in a slot: packed bytes and exponents of sums, exponents and measures of the host's ranks."""
+        """Where things lie in a slot: packed bytes, exponents of sums, and the ranks' exponents and measures."""
         self._spans, end = {}, 0
         for name, n_bytes in sizes.items():
             self._spans[name] = slice(end, end + n_bytes)
