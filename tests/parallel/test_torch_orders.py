@@ -289,6 +289,37 @@ def test_more_compressors_than_a_communicator_number_allows_are_told_apart():
             assert torch.all(result == sum(k + rank for rank in range(hvd.size()))), (i, k)
 
 
+def test_late_tensor_of_one_rank_while_others_need_no_second_ticket():
+    """The others are through with it, and wait elsewhere, before the late rank's Horovod asks for its ticket.
+
+    The late rank must not be idle when it hands the tensor in: a large one is on its way still.
+    """
+    compressor = APSCompressor(4, 3, bucket_mb=0.01)
+    sizes = {"first": 3, "large": 4_000_000, "late": 7}
+    parameters = {name: torch.nn.Parameter(torch.zeros(n)) for name, n in sizes.items()}
+    optimizers = [
+        hvd.DistributedOptimizer(
+            torch.optim.SGD([parameters[name] for name in names], 1.0),
+            [(f"ticket.{name}", parameters[name]) for name in names],
+            op=hvd.Sum,
+            compression=compressor,
+        )
+        for names in (["first"], ["large", "late"])
+    ]
+    n_steps = 6
+    for _ in range(n_steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for name, p in parameters.items():
+            if name != "late" or hvd.rank() > 0:
+                p.sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        hvd.allreduce(torch.ones(1), name="elsewhere")
+    for name, p in parameters.items():
+        assert torch.all(p == -n_steps * (hvd.size() - (name == "late"))), name
+
+
 def test_async_tensor_that_another_rank_begins_after_a_barrier():
     """Rank 0 begins two and takes one, the others begin the second only after they have met in a barrier."""
     compressor = APSCompressor(5, 10)
