@@ -33,6 +33,7 @@ EXTRA_METHODS = ("ddp_powersgd", "ddp_quant8")
 LEARNING_RATE = 0.01
 # Larger than any model here: all gradients in one bucket.
 ONE_BUCKET_MB = 4096
+FLAT = "_flat"  # at the end of a method's name: without a level of its own for the ranks of a host
 
 
 class Method(ABC):
@@ -104,7 +105,7 @@ class DDPMethod(Method):
 
 
 def make_method(name: str, module: nn.Module) -> Method:
-    """The method of a given name: "horovod_fp32", "horovod_fp16", "aps_<e>_<m>" or "ddp_..."."""
+    """The method of a given name: "horovod_fp32", "horovod_fp16", "aps_<e>_<m>[_flat]" or "ddp_..."."""
     if name == "ddp_fp32":
         return DDPMethod(name, module)
     if name == "ddp_fp16":
@@ -128,12 +129,12 @@ def make_compression(name: str) -> Any:
         return hvd.Compression.none
     if name == "horovod_fp16":
         return hvd.Compression.fp16
-    kind, *bits = name.split("_")
+    kind, *bits = name.removesuffix(FLAT).split("_")
     if kind != "aps" or len(bits) != 2 or not all(text.isdigit() for text in bits):
         raise ValueError(f"make_method: unknown method {name!r}; known are {', '.join(DEFAULT_METHODS)}")
     from horovod_aps.torch import APSCompressor
 
-    return APSCompressor(e=int(bits[0]), m=int(bits[1]))
+    return APSCompressor(e=int(bits[0]), m=int(bits[1]), hierarchy="flat" if name.endswith(FLAT) else "auto")
 
 
 def label(name: str) -> str:
@@ -146,13 +147,15 @@ def label(name: str) -> str:
         "ddp_powersgd": "DDP PowerSGD",
         "ddp_quant8": "DDP 8-bit hook",
     }
-    return fixed[name] if name in fixed else "APS ({}, {})".format(*name.split("_")[1:])
+    if name in fixed:
+        return fixed[name]
+    return "APS ({}, {})".format(*name.split("_")[1:3]) + (", flat" if name.endswith(FLAT) else "")
 
 
 def bits_per_element(name: str) -> float | None:
     """Bits per element of what a method sends around the ring; None if it is no ring."""
     if name.startswith("aps_"):
-        return 1.0 + sum(map(int, name.split("_")[1:]))
+        return 1.0 + sum(map(int, name.split("_")[1:3]))
     return {"fp32": 32.0, "fp16": 16.0}.get(name.split("_")[1])
 
 
