@@ -119,7 +119,7 @@ class Exchange:
             self._pending.update((layer.name, layer) for layer in held)
             if self.transport is not None and self.transport is not transport:
                 self.transport.close()
-            self.transport = transport
+            self.transport = self.kernels.reach(transport)
             self._rounds = Rounds(transport.rank, transport.size)
             self._serial = self._nudged = 0
 
@@ -357,6 +357,7 @@ class Exchange:
         if self._flight is not None:
             works += self._flight.works[self._flight.n_agreed :]
         if works:
+            self.kernels.drain()
             _abandoned.append(works)
             for work in works:
                 for layer in work.layers:
