@@ -295,7 +295,7 @@ def check_horovod(hvd: Any) -> Iterator[Finding]:
             "pip install mpi4py==4.1.2",
         )
     else:
-        from horovod_aps.world import mpi_usable
+        from horovod_aps.frontends.world import mpi_usable
 
         basics = importlib.import_module(f"{hvd.__name__}.mpi_ops")._basics
         if mpi_usable(basics):

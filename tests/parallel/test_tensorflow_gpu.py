@@ -77,7 +77,7 @@ def test_residuals_of_gradients_on_gpu_stay_there(graph):
     for step in range(3):
         grads = make_gradients((100, 7, 0, 33), hvd.size(), seed=step)
         check(reduce(grads, there, graph), reduce(grads, here, False, HOST))
-    (exchange,) = there._exchanges.values()
+    (exchange,) = there._reducers.values()
     assert all(isinstance(values, cuda_standin.ndarray) for values in exchange.residuals.values())
     wanted = here.state_dict()["residuals"]
     assert len(wanted) == 4

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from horovod.common.process_sets import ProcessSet
 
 from horovod_aps.log import trace
 from horovod_aps.transports.base import Transport
@@ -31,8 +30,10 @@ def mpi_usable(basics: Any) -> bool:
     )
 
 
-def process_set_of(basics: Any, process_set_id: int) -> ProcessSet:
-    """The process set with this id, its ranks filled in."""
+def process_set_of(basics: Any, process_set_id: int) -> Any:
+    """Horovod's process set with this id, its ranks filled in."""
+    from horovod.common.process_sets import ProcessSet
+
     process_set = ProcessSet(list(basics._get_process_set_ids_and_ranks()[process_set_id]))
     process_set.process_set_id = process_set_id
     return process_set
