@@ -100,6 +100,8 @@ class Exchange:
         self.tickets: Tickets | None = None
         """Where the frontend asks other ranks to come, if it does."""
         self.transport: Transport | None = None
+        self.network: Transport | None = None
+        """The transport that it was given, without what brings messages of a device there."""
         if transport is not None:
             self.connect(transport)
 
@@ -121,9 +123,9 @@ class Exchange:
             self._drop_jobs()
             self._start_over()
             self._pending.update((layer.name, layer) for layer in held)
-            if self.transport is not None and self.transport is not transport:
+            if self.transport is not None and self.network is not transport:
                 self.transport.close()
-            self.transport = self.kernels.reach(transport)
+            self.network, self.transport = transport, self.kernels.reach(transport)
             self._rounds = Rounds(transport.rank, transport.size)
             self._serial = self._nudged = 0
 

@@ -141,7 +141,6 @@ class CudaKernels(Kernels):
         if max_grid < 1:
             raise ValueError(f"CudaKernels: max_grid must be at least 1, got {max_grid}")
         self.device = import_module("cupy") if device is None else device
-        self._nvrtc = import_module("cupy_backends.cuda.libs.nvrtc") if device is None else device.nvrtc
         self._framework = stream
         self.block, self.max_grid = block, max_grid
         self._index = index
@@ -177,10 +176,8 @@ class CudaKernels(Kernels):
         key = (id(self.device), self.index)
         with _lock:
             if key not in _functions:
-                module = self.device.cuda.function.Module()
-                capability = str(self.device.cuda.Device(self.index).compute_capability)
-                module.load(nvrtc.cubin(self._nvrtc, "aps_kernels.cu", capability))
-                _functions[key] = {"": module}
+                with self.device.cuda.Device(self.index):
+                    _functions[key] = {"": nvrtc.load(self.device, "aps_kernels.cu", self.index)}
             known = _functions[key]
             if name not in known:
                 known[name] = known[""].get_function(name)

@@ -39,6 +39,18 @@ def source_folder() -> Path:
     return Path(package.__file__).parent
 
 
+def binding_of(device: Any) -> Nvrtc:
+    """Return the compiler of CuPy, or that of what stands in for it."""
+    return device.nvrtc if hasattr(device, "nvrtc") else import_module("cupy_backends.cuda.libs.nvrtc")
+
+
+def load(device: Any, source: str, index: int) -> Any:
+    """Return the module of a source, compiled for the device with this number, which must be current."""
+    module = device.cuda.function.Module()
+    module.load(cubin(binding_of(device), source, str(device.cuda.Device(index).compute_capability)))
+    return module
+
+
 def cubin(binding: Nvrtc, source: str, architecture: str, folder: Path | None = None) -> bytes:
     """Return a source of `folder` compiled for an architecture such as "80"; from the cache if it is there."""
     folder = source_folder() if folder is None else folder

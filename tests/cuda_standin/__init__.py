@@ -268,6 +268,10 @@ class PinnedMemory:
         self._array = np.full(max(size, 1) + 256, 0x5A, np.uint8)
         self.ptr = int(self._array.ctypes.data) + -self._array.ctypes.data % 256
         self.size = size
+        begin, end = self._array.ctypes.data, self._array.ctypes.data + len(self._array)
+        for start, n in list(_state.foreign.items()):  # of tensors that are gone
+            if start < end and begin < start + n:
+                del _state.foreign[start]
         _state.pinned[self.ptr] = size
         _state.counts["pinned bytes"] += size
 
