@@ -138,10 +138,13 @@ class Exchange:
     @property
     def way(self) -> str:
         """How gradients travel between hosts, for people; empty while that is not known."""
-        hosts = None if self.transport is None else self.transport.hosts
-        if hosts is None:
+        if self.transport is None:
             return ""
-        return f"flat ({hosts.why_flat})" if hosts.room is None else f"two-level ({hosts})"
+        hosts, from_device = self.transport.hosts, getattr(self.transport, "way", "")
+        between = ""
+        if hosts is not None:
+            between = f"flat ({hosts.why_flat})" if hosts.room is None else f"two-level ({hosts})"
+        return ", ".join(filter(None, (between, from_device)))
 
     def close(self) -> None:
         """Nobody will use it again."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from horovod_aps.transports.base import Bytes, Request, Transport
 
 if TYPE_CHECKING:
     from horovod_aps.kernels.cuda import CudaKernels
+    from horovod_aps.transports.hosts import Hosts
 
 
 class _Transfer:
@@ -52,6 +54,12 @@ class DeviceTransport:
     def way(self) -> str:
         """How messages leave the device, for people."""
         return "from device memory by MPI" if self.is_direct else "through pinned host memory"
+
+    @property
+    def hosts(self) -> Hosts | None:
+        """As below, without the memory that a host's ranks share, which is not a GPU's."""
+        hosts = self.below.hosts
+        return hosts and replace(hosts, room=None, why_flat=hosts.why_flat or "gradients are on GPUs")
 
     def ready(self) -> bool:
         return self.below.ready()
