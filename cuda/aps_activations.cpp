@@ -58,17 +58,18 @@ struct Baseline {
 #pragma GCC push_options
 #pragma GCC target("avx2,f16c,bmi2,popcnt,lzcnt")
 namespace {
+namespace act_avx2 {
 #include "aps_activations_avx2.inc"
+#include "aps_activations_chunks.inc"
 
+template <int DTYPE>
 struct Avx2 {
-    static ActPlan encode(const Job& job, int64_t begin, uint8_t* out) {
-        if (begin + ACT_BLOCK > job.n) return Baseline::encode(job, begin, out);
-        const Constants constants(job.q);
-        if (job.q.dtype == APS_F32) return encode_block<APS_F32>(job.data, begin, constants, out);
-        if (job.q.dtype == APS_F16) return encode_block<APS_F16>(job.data, begin, constants, out);
-        return encode_block<APS_BF16>(job.data, begin, constants, out);
+    static inline __attribute__((always_inline)) ActPlan encode(const Job& job, int64_t begin, uint8_t* out) {
+        if (begin + ACT_BLOCK > job.n || job.q.inverse == 0.0f) return Baseline::encode(job, begin, out);
+        return encode_block<DTYPE>(job.data, begin, Constants(job.q), out);
     }
-    static bool decode(const Job& job, const uint8_t* in, int64_t room, const ActPlan& p, int64_t begin) {
+    static inline __attribute__((always_inline)) bool decode(const Job& job, const uint8_t* in, int64_t room,
+                                                             const ActPlan& p, int64_t begin) {
         if (begin + ACT_BLOCK > job.n) return Baseline::decode(job, in, room, p, begin);
         uint8_t copy[ACT_BLOCK * 4 + 16];
         if (room < p.size + 16) {
@@ -76,70 +77,40 @@ struct Avx2 {
             memset(copy + p.size, 0, 16);
             in = copy;
         }
-        const Constants constants(job.q);
-        if (job.q.dtype == APS_F32) return decode_block<APS_F32>(in, p, constants, job.out, begin);
-        if (job.q.dtype == APS_F16) return decode_block<APS_F16>(in, p, constants, job.out, begin);
-        return decode_block<APS_BF16>(in, p, constants, job.out, begin);
+        return decode_block<DTYPE>(in, p, Constants(job.q), job.out, begin);
     }
 };
+int64_t encode_chunk_vector(const Job& job, int64_t chunk, uint8_t* out) {
+    if (job.q.dtype == APS_F32) return encode_chunk<Avx2<APS_F32>>(job, chunk, out);
+    if (job.q.dtype == APS_F16) return encode_chunk<Avx2<APS_F16>>(job, chunk, out);
+    return encode_chunk<Avx2<APS_BF16>>(job, chunk, out);
+}
+bool decode_chunk_vector(const Job& job, int64_t chunk, const uint8_t* in, int64_t size, int64_t room) {
+    if (job.q.dtype == APS_F32) return decode_chunk<Avx2<APS_F32>>(job, chunk, in, size, room);
+    if (job.q.dtype == APS_F16) return decode_chunk<Avx2<APS_F16>>(job, chunk, in, size, room);
+    return decode_chunk<Avx2<APS_BF16>>(job, chunk, in, size, room);
+}
+}  // namespace act_avx2
+using act_avx2::decode_chunk_vector;
+using act_avx2::encode_chunk_vector;
 }  // namespace
 #pragma GCC pop_options
 #endif
 
 namespace {
 
-// What both instruction sets do around blocks; forced inline so that it is compiled for each of them.
-template <class Blocks>
-inline __attribute__((always_inline)) int64_t encode_chunk(const Job& job, int64_t chunk, uint8_t* out) {
-    const int64_t first = chunk * ACT_CHUNK;
-    const int64_t left = job.n - first;
-    const int64_t n_blocks = left < ACT_CHUNK ? (left + ACT_BLOCK - 1) / ACT_BLOCK : ACT_CHUNK_BLOCKS;
-    uint8_t* body = out + 2 * n_blocks;
-    for (int64_t b = 0; b < n_blocks; ++b) {
-        const ActPlan p = Blocks::encode(job, first + b * ACT_BLOCK, body);
-        act_put64(out + 2 * b, act_pack_plan(p), 2);
-        body += p.size;
-    }
-    return body - out;
+namespace act_baseline {
+#include "aps_activations_chunks.inc"
 }
-// `size` bytes belong to the chunk, `room` may be read.
-template <class Blocks>
-inline __attribute__((always_inline)) bool decode_chunk(const Job& job, int64_t chunk, const uint8_t* in, int64_t size,
-                                                        int64_t room) {
-    const int64_t first = chunk * ACT_CHUNK;
-    const int64_t left = job.n - first;
-    const int64_t n_blocks = left < ACT_CHUNK ? (left + ACT_BLOCK - 1) / ACT_BLOCK : ACT_CHUNK_BLOCKS;
-    int64_t used = 2 * n_blocks;
-    if (used > size) return false;
-    for (int64_t b = 0; b < n_blocks; ++b) {
-        const ActPlan p = act_unpack_plan((uint32_t)act_get64(in + 2 * b, 2), job.q.dtype);
-        if (p.size < 0 || p.size > size - used) return false;
-        if (!Blocks::decode(job, in + used, room - used, p, first + b * ACT_BLOCK)) return false;
-        used += p.size;
-    }
-    return used == size;
-}
-
 int64_t encode_chunk_baseline(const Job& job, int64_t chunk, uint8_t* out) {
-    return encode_chunk<Baseline>(job, chunk, out);
+    return act_baseline::encode_chunk<Baseline>(job, chunk, out);
 }
 bool decode_chunk_baseline(const Job& job, int64_t chunk, const uint8_t* in, int64_t size, int64_t room) {
-    return decode_chunk<Baseline>(job, chunk, in, size, room);
+    return act_baseline::decode_chunk<Baseline>(job, chunk, in, size, room);
 }
 
 }  // namespace
 
-#ifdef ACT_X86
-#pragma GCC push_options
-#pragma GCC target("avx2,f16c,bmi2,popcnt,lzcnt")
-namespace {
-int64_t encode_chunk_vector(const Job& job, int64_t chunk, uint8_t* out) { return encode_chunk<Avx2>(job, chunk, out); }
-bool decode_chunk_vector(const Job& job, int64_t chunk, const uint8_t* in, int64_t size, int64_t room) {
-    return decode_chunk<Avx2>(job, chunk, in, size, room);
-}
-}  // namespace
-#pragma GCC pop_options
-#endif
 
 namespace {
 
