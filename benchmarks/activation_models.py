@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
-import torch
 from accuracy_tasks import SegNet
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 def _conv_norm(n_in: int, n_out: int, kernel: int, stride: int = 1) -> nn.Sequential:
@@ -63,9 +64,9 @@ class ResNet(nn.Module):
 class Plain(nn.Module):
     """Convolutions with ReLU and max-pooling, then linear layers with dropout: VGG and AlexNet."""
 
-    def __init__(self, features: Sequence[nn.Module], head: Sequence[int], n_classes: int) -> None:
+    def __init__(self, stages: Sequence[nn.Module], head: Sequence[int], n_classes: int) -> None:
         super().__init__()
-        self.features = nn.Sequential(*features)
+        self.stages = nn.Sequential(*stages)
         layers: list[nn.Module] = []
         for n_in, n_out in zip(head, head[1:], strict=False):
             layers += [nn.Linear(n_in, n_out), nn.ReLU(inplace=True), nn.Dropout()]
@@ -76,30 +77,29 @@ class Plain(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x).flatten(1))
+        return self.head(self.stages(x).flatten(1))
 
 
 def vgg16(size: int, n_classes: int) -> nn.Module:
     """Simonyan and Zisserman 2015, with a head of width 512, as is usual for small photographs."""
-    features: list[nn.Module] = []
-    n_in = 3
+    stages, n_in = [], 3
     for width, count in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
+        stage = nn.Sequential()
         for _ in range(count):
-            features += [nn.Conv2d(n_in, width, 3, padding=1), nn.ReLU(inplace=True)]
+            stage += nn.Sequential(nn.Conv2d(n_in, width, 3, padding=1), nn.ReLU(inplace=True))
             n_in = width
-        features.append(nn.MaxPool2d(2))
-    return Plain(features, (512 * (size // 32) ** 2, 512, 512), n_classes)
+        stages.append(stage.append(nn.MaxPool2d(2)))
+    return Plain(stages, (512 * (size // 32) ** 2, 512, 512), n_classes)
 
 
 def alexnet(size: int, n_classes: int) -> nn.Module:
     """Krizhevsky et al. 2012 in small: five convolutions, three poolings, three linear layers."""
-    features: list[nn.Module] = []
-    n_in = 3
+    stages, n_in = [], 3
     for width, kernel, pool in ((64, 5, True), (192, 5, True), (384, 3, False), (256, 3, False), (256, 3, True)):
-        features += [nn.Conv2d(n_in, width, kernel, padding=kernel // 2), nn.ReLU(inplace=True)]
-        features += [nn.MaxPool2d(2)] if pool else []
+        stage = nn.Sequential(nn.Conv2d(n_in, width, kernel, padding=kernel // 2), nn.ReLU(inplace=True))
+        stages.append(stage.append(nn.MaxPool2d(2)) if pool else stage)
         n_in = width
-    return Plain(features, (256 * (size // 8) ** 2, 512, 512), n_classes)
+    return Plain(stages, (256 * (size // 8) ** 2, 512, 512), n_classes)
 
 
 def build(name: str, size: int, n_classes: int) -> nn.Module:
@@ -118,4 +118,19 @@ def build(name: str, size: int, n_classes: int) -> nn.Module:
 
 
 NAMES = ("resnet18", "resnet50", "vgg16", "alexnet", "segnet")
-DEVICE = torch.device("cpu")
+
+
+def checkpoint_parts(model: nn.Module) -> nn.Module:
+    """Let `torch.utils.checkpoint` compute every block or stage again in backward; returns the model."""
+    for part in model.modules():
+        if isinstance(part, ResNet):
+            parts = [part.stem, *part.blocks]
+        elif isinstance(part, Plain):
+            parts = list(part.stages)
+        elif isinstance(part, SegNet):
+            parts = [*part.down, *part.up]
+        else:
+            continue
+        for block in parts:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+    return model

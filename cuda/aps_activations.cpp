@@ -111,7 +111,6 @@ bool decode_chunk_baseline(const Job& job, int64_t chunk, const uint8_t* in, int
 
 }  // namespace
 
-
 namespace {
 
 bool use_vectors() {
@@ -203,7 +202,8 @@ int64_t aps_act_encode(const void* data, int64_t n, int dtype, double eb, int n_
         const int64_t end = (part + 1) * made.share < n_chunks ? (part + 1) * made.share : n_chunks;
         for (int64_t chunk = part * made.share; chunk < end; ++chunk) {
 #ifdef ACT_X86
-            const int64_t size = vectors ? encode_chunk_vector(job, chunk, out) : encode_chunk_baseline(job, chunk, out);
+            const int64_t size =
+                vectors ? encode_chunk_vector(job, chunk, out) : encode_chunk_baseline(job, chunk, out);
 #else
             const int64_t size = encode_chunk_baseline(job, chunk, out);
 #endif
@@ -336,8 +336,10 @@ int64_t aps_act_mask(const void* data, int64_t n, int dtype, int positive, uint8
             for (int i = 0; i < count; ++i) set[i] = ((const uint8_t*)data)[begin + i] != 0;
         } else if (dtype == APS_F32) {
             const float* x = (const float*)data + begin;
-            if (positive) for (int i = 0; i < count; ++i) set[i] = !(x[i] <= 0.0f);
-            else for (int i = 0; i < count; ++i) set[i] = x[i] != 0.0f;
+            if (positive)
+                for (int i = 0; i < count; ++i) set[i] = !(x[i] <= 0.0f);
+            else
+                for (int i = 0; i < count; ++i) set[i] = x[i] != 0.0f;
         } else {  // the bits tell as well: sign, and whether anything but the sign is set; NaN has something set
             const uint16_t* x = (const uint16_t*)data + begin;
             const uint32_t top = dtype == APS_F16 ? 0x7c00u : 0x7f80u;

@@ -2,9 +2,8 @@
 // shared with the CPU, so streams are the same bytes. One thread does one block of 64 values.
 #include "aps_activations.h"
 
-#define ACT_FOR_BLOCKS(b, n_blocks)                                                                  \
-    for (long long b = (long long)blockIdx.x * blockDim.x + threadIdx.x,                             \
-                   stride_ = (long long)gridDim.x * blockDim.x;                                      \
+#define ACT_FOR_BLOCKS(b, n_blocks)                                                                                   \
+    for (long long b = (long long)blockIdx.x * blockDim.x + threadIdx.x, stride_ = (long long)gridDim.x * blockDim.x; \
          b < (n_blocks); b += stride_)
 
 // First pass: how every block is stored, and the bytes that it takes behind its chunk's table.

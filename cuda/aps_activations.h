@@ -228,7 +228,7 @@ APS_FN ActPlan act_plan_codes(const int* codes, int good, int dtype) {
         high = codes[i] > high ? codes[i] : high;
         n_kept += codes[i] != 0;
     }
-    int delta_low = 0, delta_high = 0;
+    int delta_low = 2 * ACT_MAX_CODE, delta_high = -2 * ACT_MAX_CODE;
     for (int i = 1; i < ACT_BLOCK; ++i) {
         const int d = n_kept < ACT_BLOCK ? codes[i] - codes[i - 1] : act_skip(codes[i]) - act_skip(codes[i - 1]);
         delta_low = d < delta_low ? d : delta_low;
@@ -272,9 +272,11 @@ APS_FN void act_write(const void* data, int64_t begin, int64_t n, const int* cod
         act_put64(out, (uint64_t)(uint16_t)first, 2);
         out += 2;
     }
+    // The first difference, which decoding does not look at, repeats the second.
+    const int before = 2 * first - (dense ? act_skip(codes[1]) : codes[1]);
     for (int plane = 0; plane < p.width; ++plane) {
         uint64_t word = 0;
-        int last = first;
+        int last = before;
         for (int i = 0; i < ACT_BLOCK; ++i) {
             const int code = dense ? act_skip(codes[i]) : codes[i];
             const uint32_t u = (uint32_t)((delta ? code - last : code) - base);
@@ -332,8 +334,7 @@ APS_FN void act_restore(const uint8_t* in, const ActPlan& p, const int* codes, c
                         int64_t begin, int64_t n) {
     const int size = aps_dtype_size(q.dtype);
     for (int i = 0; i < ACT_BLOCK && begin + i < n; ++i) {
-        aps_store(out, q.dtype, begin + i,
-                  p.mode == ACT_RAW ? act_get64(in + i * size, size) : act_value(codes[i], q));
+        aps_store(out, q.dtype, begin + i, p.mode == ACT_RAW ? act_get64(in + i * size, size) : act_value(codes[i], q));
     }
 }
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-START = 0.05  # of the tensor's rms: the bound before a gradient was seen, and where there is no theory
+START = 0.05  # of the tensor's rms: the bound of layers that have a theory before a gradient was seen
+OTHER = 0.002  # of the tensor's rms: the bound where there is no theory
 MOST = 0.5  # of the tensor's rms: wider bins would tell too little for errors to be uniform
 KEPT = 0.9  # of the running mean of |gradient|
 
@@ -51,7 +52,18 @@ class Layer:
 
     @property
     def has_theory(self) -> bool:
+        """Whether the bound can follow from the weight's momentum."""
         return isinstance(self.module, (*_WEIGHTED, *_NORMALISING)) and self.weight is not None
+
+    @property
+    def is_normalising(self) -> bool:
+        """Whether it saves statistics beside its input, which are used as they are."""
+        return isinstance(self.module, _NORMALISING)
+
+    @property
+    def default(self) -> float:
+        """The bound before there is one."""
+        return (START if self.has_theory else OTHER) * self.scale
 
 
 def inverse_deviation(module: nn.Module, x: Tensor) -> Tensor | None:
@@ -112,7 +124,6 @@ def refresh(layer: Layer, optimizer: torch.optim.Optimizer, share: float, loss_s
     squares, layer.squares = layer.squares / loss_scale**2, 0.0
     weight = layer.weight
     if weight is None or not layer.has_theory:
-        layer.bound = START * layer.scale or None
         return
     size = momentum(optimizer, weight)
     size = layer.gradient if size is None else size

@@ -104,10 +104,17 @@ class Entry:
                     self._put(flat, lambda _: kept.tensor())
                 self.bound = bound
 
-    def store_indices(self, bits: Tensor, pool: codec.Pool) -> None:
-        """Store indices of max-pooling, exactly."""
+    def store_indices(self, bits: Tensor, pool: codec.Pool, data: Tensor) -> None:
+        """Store indices of max-pooling, exactly; they come back in the layout of `data`."""
         self.need = VALUES
-        self._put(bits, lambda bits: codec.unpack_pool(bits, pool))
+        shape, stride = data.shape, data.stride()
+
+        def decode(bits: Tensor) -> Tensor:
+            out = torch.empty_strided(shape, stride, dtype=torch.int64)
+            out.copy_(codec.unpack_pool(bits, pool).view(shape))
+            return out.as_strided((out.numel(),), (1,))
+
+        self._put(bits, decode)
 
     def _put(self, content: Tensor, decode: Callable[[Tensor], Tensor]) -> None:
         self._content, self._decode = content, decode
@@ -177,6 +184,8 @@ class Handle:
         flat = self.entry.flat()
         if flat is None:
             return torch.empty_strided(self.shape, self.stride, dtype=self.entry.dtype)
+        if self.entry.n_bytes >= codec.LARGE:
+            codec.trim()
         out = flat.as_strided(self.shape, _strides(self.shape, self.stride), flat.storage_offset())
         self.add_time(time.perf_counter() - start)
         return out

@@ -36,8 +36,12 @@ class _Pass(threading.local):
 
     def __init__(self) -> None:
         self.contexts: list[contextlib.ExitStack] = []
-        self.stack: list[tuple[Layer, nn.Module]] = []
+        self.stack: list[tuple[Layer, nn.Module, int]] = []
+        """Modules at work, and how many elements their input has."""
         self.pending: Entry | None = None
+        """A mask that becomes values if the next layer asks for them."""
+        self.postponed: tuple[Entry, Tensor] | None = None
+        """Values that become a shape if the next tensor is the indices of max-pooling."""
         self.tally = _Tally()
         self.pictures: torch.Size | None = None
         """Shape of the last tensor of floats that was saved: max-pooling saves its indices right after its input."""
@@ -140,6 +144,7 @@ class ActivationCompressor:
         state = self._pass
         state.contexts.pop().close()
         try:
+            self._resume(is_pooling=False)
             self._settle()
         finally:
             if not state.contexts:
@@ -181,7 +186,8 @@ class ActivationCompressor:
     def _enters(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling() or not self._pass.contexts:
             return
-        self._pass.stack.append((self._layers[id(module)], module))
+        size = inputs[0].numel() if inputs and isinstance(inputs[0], Tensor) else 0
+        self._pass.stack.append((self._layers[id(module)], module, size))
 
     def _leaves(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling() or not self._pass.contexts:
@@ -252,7 +258,7 @@ class ActivationCompressor:
         if isinstance(self.error_bound, (int, float)):
             bound = self.error_bound * layer.scale
         else:
-            bound = bounds.START * layer.scale if layer.bound is None else layer.bound
+            bound = layer.default if layer.bound is None else layer.bound
         for name in layer.partners:
             other = self._by_name[name].bound
             if other is not None:
@@ -264,7 +270,7 @@ class ActivationCompressor:
     def _pack(self, tensor: Tensor) -> Any:
         start = time.perf_counter()
         state = self._pass
-        layer = state.stack[-1][0] if state.stack else self._rest
+        layer, _, n_input = state.stack[-1] if state.stack else (self._rest, None, 0)
         data = tensor.detach()
         storage = data.untyped_storage()
         if storage._cdata in self._parameters or self._is_cast_weight(layer, data):
@@ -273,11 +279,14 @@ class ActivationCompressor:
         size = data.numel()
         if not plain or size < self.min_size or data.device.type not in ("cpu", "cuda"):
             return self._keep(layer, data, storage)
+        if layer.is_normalising and size != n_input:
+            return self._keep(layer, data, storage)
         if data.dtype == torch.int64 and state.pictures is not None:
-            packed = codec.pack_pool(data, state.pictures)
+            packed = codec.pack_pool(data.contiguous(), state.pictures) if flat_view(data) is not None else None
             if packed is not None:
+                self._resume(is_pooling=True)
                 entry = Entry(layer.name, data, storage)
-                entry.store_indices(*packed)
+                entry.store_indices(*packed, data)
                 return self._handle(layer, entry, data, start)
         if data.dtype != torch.bool and not codec.is_supported(data):
             return self._keep(layer, data, storage)
@@ -290,12 +299,18 @@ class ActivationCompressor:
         if flat.untyped_storage()._cdata != storage._cdata:
             key = (*key, data.shape, data.stride())  # a copy: the layout counts
         with self._lock:
+            self._resume(is_pooling=False)
             found = self._entries.get(key)
             if found is None or found is not state.pending:
                 self._settle()
             if found is None:
                 found = self._entries[key] = Entry(layer.name, data, storage)
-            self._provide(found, layer, need, flat)
+            if need == VALUES and found.need < VALUES and layer is self._rest and 3 <= data.dim() <= 4:
+                found.wait(flat)
+                state.postponed = (found, flat)
+            else:
+                self._provide(found, layer, need, flat)
+            found.n_uses += 1
         return self._handle(layer, found, data, start)
 
     def _need(self, layer: Layer, tensor: Tensor, data: Tensor) -> int:
@@ -311,7 +326,6 @@ class ActivationCompressor:
 
     def _provide(self, entry: Entry, layer: Layer, need: int, flat: Tensor) -> None:
         """Make the entry hold what is needed; masks wait for the next tensor, as values of the same one may be next."""
-        entry.n_uses += 1
         if need < VALUES:
             if need > entry.need:
                 entry.need = need
@@ -330,6 +344,18 @@ class ActivationCompressor:
         entry.store_values(flat, bound)
         if entry is self._pass.pending:
             self._pass.pending = None
+
+    def _resume(self, is_pooling: bool) -> None:
+        """Outside of modules, what saved the tensor before shows only now: `F.max_pool2d` saves its indices next."""
+        postponed, self._pass.postponed = self._pass.postponed, None
+        if postponed is not None:
+            entry, flat = postponed
+            if is_pooling:
+                entry.need = max(entry.need, SHAPE)
+                self._pass.pending = entry
+                self._settle()
+            else:
+                self._provide(entry, self._rest, VALUES, flat)
 
     def _settle(self) -> None:
         """The tensor that waited is not asked for its values: a mask, or its shape, is enough."""
@@ -353,6 +379,8 @@ class ActivationCompressor:
 
     def _handle(self, layer: Layer, entry: Entry, data: Tensor, start: float) -> Handle:
         self._pass.tally.pack(entry)
+        if entry.n_bytes >= codec.LARGE:
+            codec.trim()
         self._counts.add_time(layer.name, time.perf_counter() - start)
         return Handle(entry, data, functools.partial(self._counts.add_time, layer.name))
 
@@ -416,7 +444,7 @@ class ActivationCompressor:
     def _warn(self) -> None:
         for name, (saved, stored) in self._counts.last.items():
             bound = self._counts.bounds.get(name)
-            if bound is not None and saved < MIN_RATIO * stored and name not in self._warned:
+            if bound and saved < MIN_RATIO * stored and name not in self._warned:
                 self._warned.add(name)
                 warnings.warn(
                     f"ActivationCompressor: what layer {name} saves compresses only {saved / stored:.2f}x "
