@@ -287,7 +287,7 @@ APS_FN void act_write(const void* data, int64_t begin, int64_t n, const int* cod
     }
 }
 // Sixteen bits, as in vectors: only what is malformed leaves them.
-APS_FN int act_wrap(int code) { return (int16_t)(uint16_t)(uint32_t)code; }
+APS_FN int act_wrap(int code) { return (short)(uint16_t)(uint32_t)code; }
 // Codes of a block that was not stored raw, from any p.size bytes; returns whether a mask has the promised count.
 APS_FN int act_read(const uint8_t* in, const ActPlan& p, int* codes) {
     const int delta = p.mode == ACT_DENSE_DELTA || p.mode == ACT_ZEROS_DELTA;
@@ -315,7 +315,7 @@ APS_FN int act_read(const uint8_t* in, const ActPlan& p, int* codes) {
     const int base = p.base * (1 << act_unit(p.width));
     int last = 0;
     if (delta) {
-        last = (int16_t)act_get64(in, 2);
+        last = (short)act_get64(in, 2);
         in += 2;
     }
     for (int i = 0; i < ACT_BLOCK; ++i) {

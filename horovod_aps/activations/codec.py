@@ -116,10 +116,12 @@ def decode(stream: torch.Tensor, n: int, dtype: torch.dtype) -> torch.Tensor:
 
         return cuda.decode(stream, n, dtype)
     out = torch.empty(n, dtype=dtype)
+    if not stream.numel():
+        raise ValueError("decompress: the stream is malformed")
     _checked(
         "decompress",
         library().aps_act_decode(
-            stream.data_ptr() or None, stream.numel(), out.data_ptr(), n, DTYPES[dtype], torch.get_num_threads()
+            stream.data_ptr(), stream.numel(), out.data_ptr(), n, DTYPES[dtype], torch.get_num_threads()
         ),
     )
     return out
