@@ -208,6 +208,7 @@ class Exchange:
         """
         with self.context():
             progress.run(self, self.steps(layers))
+            self.kernels.end()
 
     def steps(self, layers: Sequence[Layer] | None = None) -> Generator[bool, None, None]:
         """`wait` in steps that never block, for a caller that drives several exchanges at once."""
@@ -472,7 +473,8 @@ class Exchange:
             return False
         if not self._gate_is_open() or not self._rounds.answered:
             return False
-        if self._flight is not None and (self._flight.next_is_full or self._flight.is_launched):
+        flight = self._flight
+        if flight is not None and (flight.next_is_full or flight.is_launched or flight.is_scanning):
             return False
         return any(layer.name in self._pending for layer in wanted)
 
@@ -602,18 +604,20 @@ class Exchange:
         flight = self._flight
         if flight is None or self._talking or self._choosing or not self._gate_is_open():
             return False
-        moved = False
+        moved = self._send_headers(flight)
         while flight.next_is_full and len(self._jobs) + len(flight.works) - flight.n_agreed < MAX_FLYING:
             self._launch(flight)
+            self._send_headers(flight)
             moved = True
         return moved
 
     def _launch(self, flight: Flight) -> None:
-        """Find the exponents of the next bucket and send its header."""
+        """Find the exponents of the next bucket."""
         assert self.transport is not None
         index = len(flight.works)
         bucket, layers = flight.plan.buckets[index], flight.layers_of(index)
         phase = timeline.phases(self.step_number, index, len(layers))
+        self.kernels.begin()
         work = Work(
             self.kernels, self.transport, self.options, bucket, layers, Lease(self._pool), phase, self.step_number
         )
@@ -622,14 +626,24 @@ class Exchange:
         if self._chooser is not None:
             self._chooser.observe(self.kernels, [layer.shown for layer in layers], work.table, bucket.layer_of_segment)
         phase("APS_SCAN")
-        self.kernels.scan(work.table, stochastic=self.options.rounding == "stochastic")
-        exponents = np.full(len(layers), EXP_ZERO, np.int32)
-        np.maximum.at(exponents, bucket.layer_of_segment, work.table["exponent"])
+        work.scanned = self.kernels.scan(work.table, stochastic=self.options.rounding == "stochastic")
         flight.works.append(work)
-        factors = factors_digest([layer.factor for layer in layers])
-        header = Header(flight.plan.digest, factors, index, exponents).encode()
-        phase("APS_EXPONENTS", len(header) * (self.transport.size - 1))
-        self._say(HEADER, header)
+
+    def _send_headers(self, flight: Flight) -> bool:
+        """Send the headers of the buckets whose exponents are known, in order; True if there was one."""
+        assert self.transport is not None
+        moved = False
+        while flight.is_scanning and flight.works[flight.n_said].scanned.done():
+            index, work = flight.n_said, flight.works[flight.n_said]
+            exponents = np.full(len(work.layers), EXP_ZERO, np.int32)
+            np.maximum.at(exponents, work.bucket.layer_of_segment, work.table["exponent"])
+            factors = factors_digest([layer.factor for layer in work.layers])
+            header = Header(flight.plan.digest, factors, index, exponents).encode()
+            work.phase("APS_EXPONENTS", len(header) * (self.transport.size - 1))
+            flight.n_said += 1
+            self._say(HEADER, header)
+            moved = True
+        return moved
 
     def _agree(self, shared: np.ndarray) -> None:
         """All ranks have sent the header of the next bucket: it goes on its way."""
@@ -715,4 +729,6 @@ def local_allreduce(
     running = [exchange.steps() for exchange in exchanges]
     while running:
         running = [steps for steps in running if next(steps, None) is not None]
+    for exchange in exchanges:
+        exchange.kernels.end()
     return list(exchanges)

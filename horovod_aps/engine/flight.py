@@ -58,12 +58,14 @@ class Job:
 
 @dataclass
 class Flight:
-    """A planned batch on its way: which layers have arrived, and the buckets whose headers have been sent."""
+    """A planned batch on its way: which layers have arrived, and the buckets that have been started."""
 
     plan: Plan
     missing: list[int] = field(init=False)  # layers that are still missing, by bucket
     layers: dict[str, Layer] = field(default_factory=dict)
-    works: list[Work] = field(default_factory=list)  # of the buckets whose headers have been sent
+    works: list[Work] = field(default_factory=list)  # of the buckets whose exponents are known or being found
+    n_said: int = 0
+    """Buckets whose headers have been sent."""
     n_agreed: int = 0
 
     def __post_init__(self) -> None:
@@ -94,8 +96,13 @@ class Flight:
 
     @property
     def is_launched(self) -> bool:
-        """Whether the headers of all buckets have been sent."""
+        """Whether the headers of all buckets have been sent, or soon will be."""
         return len(self.works) == len(self.missing)
+
+    @property
+    def is_scanning(self) -> bool:
+        """Whether the exponents of a bucket are being found."""
+        return self.n_said < len(self.works)
 
     @property
     def is_agreed(self) -> bool:

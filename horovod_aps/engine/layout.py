@@ -19,8 +19,8 @@ from horovod_aps.kernels import SEGMENT
 MAX_LAYERS = 256  # layers per bucket: what one fixed-size exponent message has room for
 PIECE = 1 << 20  # elements of a part of a bucket that two ranks swap while the next one is encoded
 FIRST = 1 << 18  # elements of the first of several buckets
-WORD = 4  # bytes; such parts start and end at multiples of it, which some transports need
-EXPONENT_BYTES = 2  # per segment, behind the packed sums of a shard
+WORD = 16  # bytes; segments start at multiples of it, so that a GPU loads and stores whole words
+EXPONENT_BYTES = 2  # per segment of a shard, in a message beside the packed sums
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,7 @@ class BucketLayout:
     segments: np.ndarray  # SEGMENT, sorted by shard; offsets count from the start of the scatter buffer
     layer_of_segment: np.ndarray  # index into `layers`
     shard_segments: np.ndarray  # n_shards + 1 bounds into `segments`
-    shard_bytes: np.ndarray  # n_shards + 1 byte bounds in the scatter buffer
-    gather_bytes: np.ndarray  # n_shards + 1 byte bounds in the gather buffer (packed sums and exponents)
+    shard_bytes: np.ndarray  # n_shards + 1 byte bounds, of what is scattered and of the sums that are gathered
 
     @property
     def n_shards(self) -> int:
@@ -113,13 +112,13 @@ def lay_out_bucket(specs: Sequence[LayerSpec], layers: Sequence[int], n_shards: 
     totals = [specs[layer].format.bytes_for(specs[layer].n_elements) for layer in layers]
     bounds = [sum(totals) * (shard + 1) // n_shards for shard in range(n_shards)]
     rows: list[tuple[int, int, int, int, int]] = []  # shard, layer position, first element, n, offset
-    shard_bytes, shard, offset = [0], 0, 0
+    shard_bytes, shard, offset, filled = [0], 0, 0, 0  # filled: bytes without what lies between segments
     for position, layer in enumerate(layers):
         n, fmt = specs[layer].n_elements, specs[layer].format
         unit_bytes = fmt.bytes_for(fmt.unit)
         first = 0
         while first < n:
-            room = max(0, bounds[shard] - offset)
+            room = max(0, bounds[shard] - filled)
             take = n - first
             if shard < n_shards - 1:
                 take = min(take, -(-room // unit_bytes) * fmt.unit)
@@ -130,8 +129,9 @@ def lay_out_bucket(specs: Sequence[LayerSpec], layers: Sequence[int], n_shards: 
                 shard_bytes.append(offset)
                 continue
             rows.append((shard, position, first, take, offset))
+            filled += fmt.bytes_for(take)
             offset += fmt.bytes_for(take)
-            offset += -offset % WORD if n_shards == 1 else 0
+            offset += -offset % WORD
             first += take
     while len(shard_bytes) <= n_shards:
         shard_bytes.append(offset)
@@ -151,15 +151,12 @@ def lay_out_bucket(specs: Sequence[LayerSpec], layers: Sequence[int], n_shards: 
         fmt.describe(part)
         segments[mine] = part
     shard_segments = np.searchsorted(shard_of, np.arange(n_shards + 1), side="left")
-    exponents = EXPONENT_BYTES * np.diff(shard_segments)
-    gather = np.concatenate([[0], np.cumsum(np.diff(shard_bytes) + exponents)])
     return BucketLayout(
         tuple(layers),
         segments,
         np.ascontiguousarray(layer_of_segment),
         shard_segments,
         np.array(shard_bytes, np.int64),
-        gather.astype(np.int64),
     )
 
 

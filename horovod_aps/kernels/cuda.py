@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from horovod_aps.kernels.native import library, raise_on_error
-from horovod_aps.kernels.protocol import Buffer, Kernels
+from horovod_aps.kernels.protocol import DONE, Buffer, Kernels, Request
 from horovod_aps.kernels.segments import (
     SUM_FLOAT,
     Bytes,
@@ -189,7 +189,13 @@ class CudaKernels(Kernels):
 
     # The operations -----------------------------------------------------------------------------------------
 
-    def scan(self, segs: Table, stochastic: bool = False) -> None:
+    def begin(self) -> None:
+        """Kernels run on the framework's stream."""
+
+    def end(self) -> None:
+        """Every call has waited for its kernels."""
+
+    def scan(self, segs: Table, stochastic: bool = False) -> Request:
         """Set `exponent` of every segment; see Kernels.scan."""
         self._check("scan", segs, True, -1)
         with self._on_stream() as stream:
@@ -199,6 +205,7 @@ class CudaKernels(Kernels):
             found = np.ascontiguousarray(top.get())
             stream.synchronize()
         library().aps_finish_scan(segs.ctypes.data, len(segs), found.ctypes.data, int(stochastic))
+        return DONE
 
     def encode(self, segs: Table, message: Message, seed: int | None = None) -> None:
         """Write the codes of every element into the message; see Kernels.encode."""
@@ -219,7 +226,7 @@ class CudaKernels(Kernels):
         out: Message,
         seed: int | None = None,
         keep_exponent: bool = False,
-    ) -> None:
+    ) -> Request:
         """Sum the inputs and encode the sums into out with new exponents; see Kernels.reduce."""
         check_accumulate("reduce", accumulate)
         address, length = message_address("reduce", out)
@@ -244,6 +251,7 @@ class CudaKernels(Kernels):
             rest = (np.int32(accumulate), acc_exp, np.uint64(address), np.int32(stochastic), np.uint64(bits))
             self._launch("reduce_kernel", int(n_tiles), *common, *rest)
             stream.synchronize()
+        return DONE
 
     def decode(
         self,
@@ -312,6 +320,10 @@ class CudaKernels(Kernels):
         array = np.frombuffer(memory, dtype=np.uint8, count=n_bytes)
         array.fill(0)
         return array
+
+    def bytes_of(self, message: Bytes) -> Bytes:
+        """Return the message."""
+        return message
 
     def zeros(self, n: int) -> DeviceArray:
         """Return n float32 zeros on the device."""

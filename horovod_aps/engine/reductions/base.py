@@ -17,7 +17,7 @@ from horovod_aps.engine.layout import BucketLayout, LayerSpec
 from horovod_aps.engine.pool import Lease
 from horovod_aps.engine.seeds import stochastic_seed
 from horovod_aps.engine.statistics import exponent_histograms
-from horovod_aps.kernels import ITEM_SIZES, SUM_FLOAT, SUM_FORMAT, SUM_KAHAN
+from horovod_aps.kernels import DONE, ITEM_SIZES, SUM_FLOAT, SUM_FORMAT, SUM_KAHAN
 from horovod_aps.options import Options
 from horovod_aps.timeline import Phases
 from horovod_aps.transports.base import Request, Transport
@@ -54,6 +54,8 @@ class Work:
     """Segments that point at what is to be encoded, later at where results go; with the agreed exponents."""
     owned: list[Any] = field(default_factory=list)
     """Memory that the tables point into."""
+    scanned: Request = DONE
+    """When it is done, the table holds this rank's exponents."""
     tag: int = 0
     specs: list[LayerSpec] = field(default_factory=list)
     layer_exponents: np.ndarray = field(init=False)
