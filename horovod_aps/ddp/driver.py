@@ -20,11 +20,13 @@ from torch.futures import Future
 
 from horovod_aps.engine.exchange import Exchange
 from horovod_aps.engine.layer import Layer
+from horovod_aps.errors import LostPeer
 
-POLL_SECONDS = 50e-6  # between looks at the network when backward is over
-LOOK_SECONDS = 300e-6  # while it goes on: each look takes the interpreter from whoever has it
+POLL_SECONDS = 50e-6  # between looks at a network that cannot tell when it has something
+LOOK_SECONDS = 300e-6  # at most between looks while backward goes on, for there may be another bucket
+WAIT_SECONDS = 1e-3  # at most when it is over
 LISTEN_SECONDS = 5e-3  # while there is nothing on its way
-N_YIELDS = 20  # looks without a sleep, in case the answer is near
+END_SECONDS = 5.0  # that the thread may take to end
 
 
 class Place:
@@ -69,13 +71,12 @@ class Step:
         self.over = threading.Event()
         self.error: BaseException | None = None
 
-    def hand_out(self) -> None:
-        """Complete the futures of the buckets that have their results."""
+    def take_done(self) -> list[Part]:
+        """The buckets that have got their results since the last time."""
         done = [part for part in self.waiting if part.is_done()]
         if done:
             self.waiting = [part for part in self.waiting if not part.is_done()]
-            for part in done:
-                part.future.set_result(part.buffer)
+        return done
 
     def end(self, error: BaseException | None) -> None:
         """Nothing more will come; without results the buffers go back as they are, for DDP waits for each of them."""
@@ -120,10 +121,13 @@ class Driver:
         return step
 
     def end(self) -> None:
-        """Nobody will use it again."""
+        """Nobody will use it again, or the program ends."""
         with self._changed:
             self._ended = True
             self._changed.notify()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(END_SECONDS)
 
     # ---- the thread ---------------------------------------------------------------------------------------
 
@@ -146,36 +150,47 @@ class Driver:
         except BaseException as caught:
             error = caught
         with self._changed:
-            while error is not None and not step.closed:  # DDP hands in the rest first
+            while error is not None and not step.closed and not self._ended:  # DDP hands in the rest first
                 self._changed.wait()
             self._step = None
         step.end(error)
 
     def _carry(self, step: Step) -> None:
-        exchange, idle = self.exchange, 0
-        while not step.closed:
+        exchange = self.exchange
+        while not step.closed and not self._ended:
             self._take_in(step)
             if exchange.look():
-                idle = 0
-                step.hand_out()
-                continue
-            idle += 1
-            if exchange.is_travelling and idle < N_YIELDS:
-                time.sleep(LOOK_SECONDS)
+                self._hand_out(step)
+            elif exchange.is_travelling:
+                self._pause(LOOK_SECONDS)
             else:
                 with self._changed:
                     if not step.arriving and not step.closed:
-                        self._changed.wait(LOOK_SECONDS if exchange.is_travelling else LISTEN_SECONDS)
+                        self._changed.wait(LISTEN_SECONDS)
         self._take_in(step)
-        idle = 0
         for moved in exchange.steps(step.layers):
+            if self._ended:
+                raise LostPeer("the program ends in the middle of a step")
             if moved:
-                idle = 0
-                step.hand_out()
-                continue
-            idle += 1
-            time.sleep(0 if idle < N_YIELDS else POLL_SECONDS)
-        step.hand_out()
+                self._hand_out(step)
+            else:
+                self._pause(WAIT_SECONDS)
+        self._hand_out(step)
+
+    def _pause(self, seconds: float) -> None:
+        """Until the network has something, if it can tell."""
+        pause = getattr(self.exchange.transport, "pause", None)
+        if pause is not None:
+            pause(seconds)
+        else:
+            time.sleep(POLL_SECONDS)
+
+    def _hand_out(self, step: Step) -> None:
+        done = step.take_done()
+        if done:
+            self.exchange.kernels.end()
+            for part in done:
+                part.future.set_result(part.buffer)
 
     def _take_in(self, step: Step) -> None:
         while step.arriving:

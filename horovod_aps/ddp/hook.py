@@ -37,32 +37,27 @@ def aps_hook(state: APSState, bucket: dist.GradBucket) -> Future[Tensor]:
     else:
         future = state.hand_in(bucket)
     if bucket.is_last():
-        _at_the_end(partial(_finish, state, state.close_step()))
+        finish = partial(_finish, state, state.close_step())
+        # Backward ends with what was queued, in order. DDP will queue its own end just after this, so what this one
+        # queues comes after DDP has taken the results, bucket by bucket.
+        if not _queue(partial(_queue, finish)):
+            finish()  # not in backward: a rank that has run out of inputs joins in
     return future
 
 
-def _at_the_end(finish: Callable[[], None]) -> None:
-    """Call `finish` when backward ends, before DDP takes the results, which it queues just after this.
-
-    An error that it raises is the user's as it is; one in a future would come out of DDP as a RuntimeError.
-    """
+def _queue(call: Callable[[], object]) -> bool:
+    """Have it called when backward ends; False if there is no backward."""
     try:
-        Variable._execution_engine.queue_callback(finish)  # type: ignore[attr-defined]
-    except RuntimeError:  # not in backward: a rank that has run out of inputs joins in
-        finish()
+        Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+    except RuntimeError:
+        return False
+    return True
 
 
 def _finish(state: APSState, steps: list[Step]) -> None:
+    """Raise what went wrong in a step. In a future it would come out of DDP as a RuntimeError, and DDP be unusable."""
     for step in steps:
         step.over.wait()
-    errors = [step.error for step in steps if step.error is not None]
-    if not errors:
-        state.after_step()
-    elif isinstance(errors[0], (ValueError, TypeError)):
-        _at_the_end(partial(_raise, errors[0]))  # after DDP has ended the step, so that there can be a next one
-    else:
-        raise errors[0]
-
-
-def _raise(error: BaseException) -> None:
-    raise error
+        if step.error is not None:
+            raise step.error
+    state.after_step()

@@ -17,7 +17,7 @@ from horovod_aps.ddp.names import Names, models_with
 from horovod_aps.engine.exchange import Exchange
 from horovod_aps.engine.layer import Layer
 from horovod_aps.frontends.compressor import BaseCompressor
-from horovod_aps.frontends.group import Meeting
+from horovod_aps.frontends.group import join
 from horovod_aps.frontends.reducer import ReducerKey
 from horovod_aps.frontends.tensors import DTYPE_CODES, kernels_for, on_device, with_tensors
 
@@ -125,20 +125,11 @@ class APSState(BaseCompressor):
     def _new_driver(self, device: torch.device) -> Driver:
         place = Place(device)
         exchange = Exchange(kernels_for(device), None, self._options, partial(on_device, device), overlap=True)
-        meeting = Meeting(self._group)
-        exchange.gate = partial(_meet, exchange, meeting)
-        self._keep(ReducerKey(0, str(device), meeting.members), exchange)
+        members = join(exchange, self._group)
+        self._keep(ReducerKey(0, str(device), members), exchange)
         driver = self._drivers[device] = Driver(exchange, place)
         weakref.finalize(self, driver.end)
         return driver
-
-
-def _meet(exchange: Exchange, meeting: Meeting) -> bool:
-    """Whether all ranks are there; connects them."""
-    if not meeting.is_over():
-        return False
-    exchange.connect(meeting.link())
-    return True
 
 
 def _is_alive(group: Any) -> bool:

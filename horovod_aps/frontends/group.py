@@ -7,12 +7,14 @@ group, so it cannot come between the user's.
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
 from horovod_aps import config
+from horovod_aps.engine.exchange import Exchange
 from horovod_aps.errors import LostPeer
 from horovod_aps.frontends.world import link
 from horovod_aps.transports import sockets
@@ -78,3 +80,17 @@ class Meeting:
         addresses = np.concatenate([np.frombuffer(one[:WORD_BYTES], np.int32) for one in said])
         n_able = sum(one[WORD_BYTES] for one in said)
         return link(self._name, self.members, self.rank, n_able if n_able == self.size else 0, addresses)
+
+
+def join(exchange: Exchange, group: Any) -> tuple[int, ...]:
+    """Have the exchange connect the ranks of a group as soon as all of them have come; returns who they are."""
+    meeting = Meeting(group)
+    exchange.gate = partial(_meet, exchange, meeting)
+    return meeting.members
+
+
+def _meet(exchange: Exchange, meeting: Meeting) -> bool:
+    if not meeting.is_over():
+        return False
+    exchange.connect(meeting.link())
+    return True

@@ -373,6 +373,15 @@ class SocketTransport:
                 if peer.closed and peer.socket.fileno() == -1:
                     self._forget(peer)
 
+    def pause(self, seconds: float) -> None:
+        """Sleep until something can be sent or received, at most so long."""
+        with self._lock:
+            for key in list(self._selector.get_map().values()):
+                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if key.data.outbox else 0)
+                if key.events != events and not key.data.closed:
+                    self._selector.modify(key.fileobj, events, key.data)
+        self._selector.select(seconds)
+
     def _forget(self, peer: _Peer) -> None:
         for key in list(self._selector.get_map().values()):
             if key.data is peer:
