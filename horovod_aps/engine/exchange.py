@@ -46,11 +46,15 @@ MAX_SERIAL = 4096  # after so many buckets tags are used again
 class Tickets(Protocol):
     """How a frontend has all ranks come before anything starts."""
 
+    @property
+    def number(self) -> int:
+        """Of the newest ticket."""
+
     def open_until(self, number: int) -> None:
         """Open all tickets up to this number, for ranks that wait for them."""
 
-    def overdue(self) -> int | None:
-        """The number of a ticket that others have not answered for a while; once in a while."""
+    def overdue(self, asked: bool) -> bool:
+        """Whether to nudge others to open the newest one: after a while, at once if they have `asked` something."""
 
 
 class Exchange:
@@ -425,14 +429,14 @@ class Exchange:
         """Take in what others have said, and answer nudges; launches nothing."""
         assert self.transport is not None
         for rank, message in self.transport.heard():
-            nudge = self._rounds.hear(rank, message)
-            self._nudged = max(self._nudged, nudge or 0)
+            self._nudged = max(self._nudged, self._rounds.hear(rank, message))
         if self.tickets is not None:
             if self._pending and self._nudged:
-                # A rank that holds tensors will be there; its program may wait for what the other has not begun.
+                # A rank that holds tensors will be there; its program may wait for what the other has not begun. Before
+                # a bucket is agreed on: afterwards this rank may never come back, and Horovod waits on the other.
                 self.tickets.open_until(self._nudged)
-            if (number := self.tickets.overdue()) is not None:
-                self.transport.post(self._rounds.nudge(number))
+            if self.tickets.overdue(bool(self._rounds.asked)):
+                self.transport.post(self._rounds.nudge(self.tickets.number))
 
     def _conclude(self, said: list[tuple[int, bytes]]) -> None:
         """All ranks have spoken in a round."""
@@ -454,7 +458,7 @@ class Exchange:
 
     def _say(self, kind: int, body: bytes) -> None:
         assert self.transport is not None
-        self.transport.post(self._rounds.say(kind, body))
+        self.transport.post(self._rounds.say(kind, body, self.tickets.number if self.tickets is not None else 0))
 
     def _end_flight(self) -> None:
         """Give up the buckets that were not agreed on; their layers are pending still."""
@@ -688,7 +692,7 @@ class Exchange:
         assert self.transport is not None
         size = self.transport.size
         n_elements = sum(spec.n_elements for spec in work.specs)
-        header = 4 * (10 + len(work.specs)) * (size - 1)
+        header = 4 * (11 + len(work.specs)) * (size - 1)
         self.statistics.add_bytes(n_sent + header, 2 * (size - 1) / size * 4 * n_elements)
 
     def _end_jobs(self) -> None:
