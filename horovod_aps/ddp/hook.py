@@ -21,8 +21,7 @@ from horovod_aps.frontends.tensors import DTYPE_CODES
 def aps_hook(state: APSState, bucket: dist.GradBucket) -> Future[Tensor]:
     """Average a bucket's gradients by the packed exchange; for `model.register_comm_hook(APSState(4, 3), aps_hook)`.
 
-    Returns at once, and buckets travel while backward goes on. Sparse and complex gradients are left to PyTorch's own
-    all-reduce.
+    Returns at once, and buckets travel while backward goes on. Sparse gradients are left to PyTorch's own all-reduce.
     """
     if not isinstance(state, APSState):
         raise TypeError(f"aps_hook: state must be an APSState, got {type(state).__name__}")
@@ -32,7 +31,7 @@ def aps_hook(state: APSState, bucket: dist.GradBucket) -> Future[Tensor]:
         future = Future()
         future.set_result(buffer)
         return future
-    if buffer.dtype not in DTYPE_CODES or buffer.layout != torch.strided:
+    if buffer.layout != torch.strided or buffer.dtype not in DTYPE_CODES:
         future = allreduce_hook(group, bucket)
     else:
         future = state.hand_in(bucket)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -97,10 +98,10 @@ class APSState(BaseCompressor):
         assert self._names is not None
         buffer, names = bucket.buffer(), self._names.of(bucket.parameters())
         driver = self._drivers.get(buffer.device) or self._new_driver(buffer.device)
-        code, factor = DTYPE_CODES[buffer.dtype], 1.0 / dist.get_world_size(self._group)
+        factor = 1.0 / dist.get_world_size(self._group)
         layers = [
-            Layer(name, tuple(grad.shape), code, grad.data_ptr(), grad.data_ptr(), factor, (grad, buffer))
-            for name, grad in zip(names, bucket.gradients())
+            Layer(name, shape, DTYPE_CODES[buffer.dtype], address, address, factor, buffer)
+            for name, (shape, address) in zip(names, _places(bucket))
         ]
         if self._order.is_new(bucket.index(), names):
             for one in self._drivers.values():
@@ -130,6 +131,19 @@ class APSState(BaseCompressor):
         driver = self._drivers[device] = Driver(exchange, place)
         weakref.finalize(self, driver.end)
         return driver
+
+
+def _places(bucket: dist.GradBucket) -> list[tuple[tuple[int, ...], int]]:
+    """Shapes and addresses of a bucket's gradients.
+
+    DDP hands over complex ones as twice as many real numbers, and tells of only one half of them.
+    """
+    buffer, parameters = bucket.buffer(), bucket.parameters()
+    if not parameters[0].is_complex():
+        return [(tuple(grad.shape), grad.data_ptr()) for grad in bucket.gradients()]
+    sizes = [2 * parameter.numel() * buffer.element_size() for parameter in parameters]
+    starts = itertools.accumulate([0, *sizes[:-1]])
+    return [((*one.shape, 2), buffer.data_ptr() + start) for one, start in zip(parameters, starts)]
 
 
 def _is_alive(group: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-RANK = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("HOROVOD_RANK")
+RANK = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("HOROVOD_RANK") or os.environ.get("RANK")
 LOG_DIR = os.environ.get("HOROVOD_APS_TEST_LOG")
 os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")  # read by hvd.init(); tests add and remove sets
 if os.environ.get("HOROVOD_APS_TEST_MPI") == "mpi4py":
