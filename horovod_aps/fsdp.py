@@ -40,11 +40,14 @@ class APSReduceScatter(BaseCompressor):
             m: mantissa bits, 0..23. 1+e+m bits per element are sent.
             block: elements of a chunk that share a scale. Fewer follow the gradients' size more closely, and each
                 costs a word to every rank and some time.
-            options: not error_feedback, overrides and transport.
+            options: without error_feedback, overrides, transport and hierarchy.
         """
-        for name in ("error_feedback", "overrides", "transport"):
+        for name in ("error_feedback", "overrides"):
             if options.get(name):
                 raise ValueError(f"APSReduceScatter: {name} needs names, which FSDP does not tell, got {options[name]!r}")
+        for name, only in (("transport", "packed"), ("hierarchy", "flat")):
+            if options.setdefault(name, only) != only:
+                raise ValueError(f"APSReduceScatter: {name} must be {only!r}, got {options[name]!r}")
         if isinstance(block, bool) or not isinstance(block, int) or block < 1:
             raise ValueError(f"APSReduceScatter: block must be a positive int, got {block!r}")
         super().__init__(e, m, **options)
@@ -119,7 +122,7 @@ class APSReduceScatter(BaseCompressor):
                 kernels_for(device), None, self._options, partial(on_device, device), choose_reduction=Owners
             )
             found.any_thread = device.type == "cpu"
-            members = join(found, group)
+            members = join(found, group, "a reduce-scatter has one level")
             self._keep(ReducerKey(len(self._by_group), str(device), members), found)
         return found
 

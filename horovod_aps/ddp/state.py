@@ -126,7 +126,8 @@ class APSState(BaseCompressor):
     def _new_driver(self, device: torch.device) -> Driver:
         place = Place(device)
         exchange = Exchange(kernels_for(device), None, self._options, partial(on_device, device), overlap=True)
-        members = join(exchange, self._group)
+        why_flat = self._options.why_flat or ("gradients are on a GPU" if device.type == "cuda" else "")
+        members = join(exchange, self._group, why_flat)
         self._keep(ReducerKey(0, str(device), members), exchange)
         driver = self._drivers[device] = Driver(exchange, place)
         weakref.finalize(self, driver.end)

@@ -74,23 +74,26 @@ class Meeting:
         self._wait = min(2 * self._wait, ASK_SECONDS[1])
         return False
 
-    def link(self) -> Transport:
-        """The ranks joined: over MPI if all can talk it, else by connections of our own. Once it is over."""
+    def link(self, why_flat: str) -> Transport:
+        """The ranks joined: over MPI if all can talk it, else by connections of our own. Once it is over.
+
+        They then find out who shares a host, unless `why_flat` says why not to.
+        """
         said = [bytes(self._store.get(key)) for key in self._keys]
         addresses = np.concatenate([np.frombuffer(one[:WORD_BYTES], np.int32) for one in said])
         n_able = sum(one[WORD_BYTES] for one in said)
-        return link(self._name, self.members, self.rank, n_able if n_able == self.size else 0, addresses)
+        return link(self._name, self.members, self.rank, n_able if n_able == self.size else 0, addresses, why_flat)
 
 
-def join(exchange: Exchange, group: Any) -> tuple[int, ...]:
+def join(exchange: Exchange, group: Any, why_flat: str) -> tuple[int, ...]:
     """Have the exchange connect the ranks of a group as soon as all of them have come; returns who they are."""
     meeting = Meeting(group)
-    exchange.gate = partial(_meet, exchange, meeting)
+    exchange.gate = partial(_meet, exchange, meeting, why_flat)
     return meeting.members
 
 
-def _meet(exchange: Exchange, meeting: Meeting) -> bool:
+def _meet(exchange: Exchange, meeting: Meeting, why_flat: str) -> bool:
     if not meeting.is_over():
         return False
-    exchange.connect(meeting.link())
+    exchange.connect(meeting.link(why_flat))
     return True
