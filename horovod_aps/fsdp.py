@@ -16,6 +16,8 @@ from torch import Tensor
 
 from horovod_aps.engine.exchange import Exchange
 from horovod_aps.engine.layer import Layer
+from horovod_aps.engine.layout import BucketLayout
+from horovod_aps.engine.reductions import Reduction
 from horovod_aps.engine.reductions.owners import Owners
 from horovod_aps.frontends.compressor import BaseCompressor
 from horovod_aps.frontends.group import join
@@ -44,7 +46,9 @@ class APSReduceScatter(BaseCompressor):
         """
         for name in ("error_feedback", "overrides"):
             if options.get(name):
-                raise ValueError(f"APSReduceScatter: {name} needs names, which FSDP does not tell, got {options[name]!r}")
+                raise ValueError(
+                    f"APSReduceScatter: {name} needs names, which FSDP does not tell, got {options[name]!r}"
+                )
         for name, only in (("transport", "packed"), ("hierarchy", "flat")):
             if options.setdefault(name, only) != only:
                 raise ValueError(f"APSReduceScatter: {name} must be {only!r}, got {options[name]!r}")
@@ -119,7 +123,7 @@ class APSReduceScatter(BaseCompressor):
         found = self._by_group.get((group, device))
         if found is None:
             found = self._by_group[group, device] = Exchange(
-                kernels_for(device), None, self._options, partial(on_device, device), choose_reduction=Owners
+                kernels_for(device), None, self._options, partial(on_device, device), choose_reduction=_by_owners
             )
             found.any_thread = device.type == "cpu"
             members = join(found, group, "a reduce-scatter has one level")
@@ -129,7 +133,7 @@ class APSReduceScatter(BaseCompressor):
 
 def _factor(op: Any, size: int) -> float:
     """What the sum is multiplied by."""
-    kind, factor = op.__getstate__() if type(op) is dist.ReduceOp else (op, None)
+    kind, factor = op.__getstate__() if type(op) is dist.ReduceOp else (op, None)  # type: ignore[attr-defined]
     if kind == dist.ReduceOp.AVG:
         return 1.0 / size
     if kind == dist.ReduceOp.SUM:
@@ -137,6 +141,10 @@ def _factor(op: Any, size: int) -> float:
     if kind == dist.ReduceOp.PREMUL_SUM and isinstance(factor, float):
         return factor
     raise ValueError(f"APSReduceScatter: op must be SUM or AVG, got {op}")
+
+
+def _by_owners(bucket: BucketLayout, rank: int, size: int) -> Reduction:
+    return Owners(bucket, rank, size)
 
 
 class _Done:

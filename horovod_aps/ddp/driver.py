@@ -1,7 +1,7 @@
 """Who moves the exchange on: a thread per exchange, from the first bucket of a step until its last one is reduced.
 
-Between hand in and take out in the flow of data. DDP has only a handful of buckets and no other moment in which it would
-call us, and waits for the result in C++: so nobody but a thread can move gradients while backward goes on.
+Between hand in and take out in the flow of data. DDP calls us for a handful of buckets and then waits in C++, so nobody
+but a thread can move gradients while backward goes on.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class Place:
 class Part:
     """One bucket of DDP's: its layers, and the future that its buffer is the result of."""
 
-    def __init__(self, layers: list[Layer], buffer: Tensor, future: Future[Tensor], arrived: Callable[[], None]) -> None:
+    def __init__(
+        self, layers: list[Layer], buffer: Tensor, future: Future[Tensor], arrived: Callable[[], None]
+    ) -> None:
         self.layers, self.buffer, self.future = layers, buffer, future
         self.arrived = arrived
         """Called by the thread before it reads the buffer."""
@@ -199,4 +201,3 @@ class Driver:
             step.waiting.append(part)
             step.layers += part.layers
             self.exchange.submit(*part.layers)
-

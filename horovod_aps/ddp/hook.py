@@ -39,15 +39,15 @@ def aps_hook(state: APSState, bucket: dist.GradBucket) -> Future[Tensor]:
         finish = partial(_finish, state, state.close_step())
         # Backward ends with what was queued, in order. DDP will queue its own end just after this, so what this one
         # queues comes after DDP has taken the results, bucket by bucket.
-        if not _queue(partial(_queue, finish)):
+        if not _queue(lambda: Variable._execution_engine.queue_callback(finish)):
             finish()  # not in backward: a rank that has run out of inputs joins in
     return future
 
 
-def _queue(call: Callable[[], object]) -> bool:
+def _queue(call: Callable[[], None]) -> bool:
     """Have it called when backward ends; False if there is no backward."""
     try:
-        Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(call)
     except RuntimeError:
         return False
     return True

@@ -21,7 +21,8 @@ COMPILED = "_orig_mod."  # what torch.compile puts in front of a module's names
 
 def models_with(state: object) -> list[DistributedDataParallel]:
     """The models whose communication hook has this state."""
-    models = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
+    kinds = {DistributedDataParallel, *DistributedDataParallel.__subclasses__()}
+    models = [one for one in gc.get_objects() if type(one) in kinds]  # looks at everything, once in a run
     return [model for model in models if any(kept is state for _, kept in getattr(model, "_comm_hooks", []))]
 
 

@@ -56,13 +56,12 @@ class APSState(BaseCompressor):
                 f'APSState: transport must be "packed", got {options["transport"]!r}; ranks may leave by Join with it'
             )
         super().__init__(e, m, **options)
-        self._process_group = process_group
-        self._names = None if named_parameters is None else Names(named_parameters, given=True)
+        self._process_group: Any = process_group  # that the user has given
+        self._names: Names | None = None if named_parameters is None else Names(named_parameters, given=True)
 
     def _start(self) -> None:
         super()._start()
-        self._process_group: Any = None  # that the user has given
-        self._names: Names | None = None
+        self._process_group, self._names = None, None
         self._group: Any = None  # in use
         self._drivers: dict[torch.device, Driver] = {}
         self._order = Order()
@@ -172,7 +171,7 @@ class Order:
         self._is_anew = self._changed_late = False
 
     def is_new(self, index: int, names: list[str]) -> bool:
-        """Note a bucket; True, with the first one of a step, if plans that were made for another order are of no use."""
+        """Note a bucket; True, with the first one of a step, if plans for another order are of no use."""
         if self._first.setdefault(index, names) != names:
             self.is_initial = False
         place = len(self._now)

@@ -209,7 +209,7 @@ class Exchange:
         return self.transport is None or bool(self._jobs) or not self._rounds.answered
 
     def forget_plans(self) -> None:
-        """Talk about the next batch anew, in the order in which it comes; all ranks at the same point, between batches."""
+        """Talk about the next batch anew, in the order in which it comes; between batches, on all ranks alike."""
         with self._lock:
             self._plans.clear()
             self._plan_of.clear()

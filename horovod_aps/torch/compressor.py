@@ -296,4 +296,3 @@ def _open_ticket(label: str, process_set_id: int, members: tuple[int, ...], pack
     return Ticket(
         label, process_set_id, members.index(mpi_ops.rank()), len(members), packed=packed, speaks_mpi=speaks_mpi
     )
-

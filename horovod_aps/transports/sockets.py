@@ -55,7 +55,7 @@ atexit.register(farewells.take_leave)  # what was sent last must arrive before t
 
 
 def own_address() -> str:
-    """The IPv4 address at which other hosts reach this one: of the interface given, else of the way to their meeting."""
+    """The IPv4 address at which other hosts reach this one: of the interface given, else of the way to them."""
     interfaces = config.network_interfaces()
     if interfaces:
         return _address_of(interfaces)

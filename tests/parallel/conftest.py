@@ -59,6 +59,8 @@ def pytest_collectreport(report: Any) -> None:
 
 
 def pytest_sessionfinish(session: Any, exitstatus: int) -> None:
+    if "ddp_common" in sys.modules:
+        sys.modules["ddp_common"].end()
     _log(f"finished with {int(exitstatus)}: {session.testscollected} collected, {session.testsfailed} failed")
 
 

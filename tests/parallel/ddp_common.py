@@ -15,7 +15,7 @@ from horovod_aps.ddp import APSState, aps_hook
 
 
 def start() -> None:
-    """Gloo among all ranks; mpirun does not set what torch.distributed reads. Ends with the program."""
+    """Gloo among all ranks; mpirun does not set what torch.distributed reads."""
     if "RANK" not in os.environ:
         os.environ["RANK"] = os.environ["OMPI_COMM_WORLD_RANK"]
         os.environ["WORLD_SIZE"] = os.environ["OMPI_COMM_WORLD_SIZE"]
@@ -23,6 +23,12 @@ def start() -> None:
     torch.set_num_threads(1)
     if not dist.is_initialized():
         dist.init_process_group("gloo")
+
+
+def end() -> None:
+    """At the end of all tests: PyTorch's own threads may abort a process that leaves without it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def make_model(seed: int = 0) -> nn.Sequential:

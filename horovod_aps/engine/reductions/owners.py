@@ -17,6 +17,9 @@ from horovod_aps.engine.reductions.base import Steps, Work
 class Owners:
     """A bucket as one message per owner."""
 
+    needs_exponents = True
+    n_near = 1
+
     def __init__(self, bucket: BucketLayout, rank: int, size: int) -> None:
         self._rank, self._others = rank, [k for k in range(size) if k != rank]
         owner = np.array(bucket.layers, np.int64)[bucket.layer_of_segment] % size
