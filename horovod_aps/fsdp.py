@@ -22,7 +22,8 @@ from horovod_aps.engine.reductions.owners import Owners
 from horovod_aps.frontends.compressor import BaseCompressor
 from horovod_aps.frontends.group import join
 from horovod_aps.frontends.reducer import ReducerKey
-from horovod_aps.frontends.tensors import DTYPE_CODES, kernels_for, on_device
+from horovod_aps.frontends.tensors import DTYPE_CODES
+from horovod_aps.kernels import for_torch
 
 BLOCK = 1 << 15
 
@@ -123,7 +124,11 @@ class APSReduceScatter(BaseCompressor):
         found = self._by_group.get((group, device))
         if found is None:
             found = self._by_group[group, device] = Exchange(
-                kernels_for(device), None, self._options, partial(on_device, device), choose_reduction=_by_owners
+                for_torch.kernels_for(device),
+                None,
+                self._options,
+                partial(for_torch.on, device),
+                choose_reduction=_by_owners,
             )
             found.any_thread = device.type == "cpu"
             members = join(found, group, "a reduce-scatter has one level")

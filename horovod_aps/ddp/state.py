@@ -20,7 +20,8 @@ from horovod_aps.engine.layer import Layer
 from horovod_aps.frontends.compressor import BaseCompressor
 from horovod_aps.frontends.group import join
 from horovod_aps.frontends.reducer import ReducerKey
-from horovod_aps.frontends.tensors import DTYPE_CODES, kernels_for, on_device, with_tensors
+from horovod_aps.frontends.tensors import DTYPE_CODES, with_tensors
+from horovod_aps.kernels import for_torch
 
 
 class APSState(BaseCompressor):
@@ -124,7 +125,9 @@ class APSState(BaseCompressor):
 
     def _new_driver(self, device: torch.device) -> Driver:
         place = Place(device)
-        exchange = Exchange(kernels_for(device), None, self._options, partial(on_device, device), overlap=True)
+        exchange = Exchange(
+            for_torch.kernels_for(device), None, self._options, partial(for_torch.on, device), overlap=True
+        )
         why_flat = self._options.why_flat or ("gradients are on a GPU" if device.type == "cuda" else "")
         members = join(exchange, self._group, why_flat)
         self._keep(ReducerKey(0, str(device), members), exchange)

@@ -18,8 +18,10 @@ from horovod_aps.errors import LostPeer
 from horovod_aps.frontends import checks
 from horovod_aps.frontends.compressor import BaseCompressor
 from horovod_aps.frontends.reducer import Reducer, ReducerKey
-from horovod_aps.frontends.tensors import DTYPE_CODES, kernels_for, on_device, with_tensors
+from horovod_aps.frontends.tensors import DTYPE_CODES, with_tensors
 from horovod_aps.frontends.world import link, mpi_usable, process_set_of
+from horovod_aps.kernels import for_torch
+from horovod_aps.kernels.for_torch import on
 from horovod_aps.torch import seam
 from horovod_aps.torch.carrier import TorchCarrier
 from horovod_aps.torch.ticket import PRESENT, SPEAKS_MPI, Ticket, TicketOffice
@@ -176,7 +178,7 @@ class APSCompressor(BaseCompressor, Compressor):
                 torch.mul(layer.keep.staged, layer.factor, out=layer.keep.result)
                 layer.done = True
         else:
-            with on_device(batch.device):
+            with on(batch.device):
                 batch.reducer.submit(*layers)
 
     def _open_batch(self, process_set_id: int, device: torch.device) -> _Batch:
@@ -239,7 +241,7 @@ class APSCompressor(BaseCompressor, Compressor):
         return self._keep(key, TorchCarrier(f"{self._name}.{key.process_set_id}", process_set, self._options))
 
     def _new_exchange(self, key: ReducerKey, device: torch.device) -> Exchange:
-        new = Exchange(kernels_for(device), None, self._options, partial(on_device, device), overlap=True)
+        new = Exchange(for_torch.kernels_for(device), None, self._options, partial(on, device), overlap=True)
         new.any_thread = device.type == "cpu"
         new.tickets = TicketOffice(
             f"{self._name}.ticket.{key.process_set_id}.{device.type}",
@@ -257,6 +259,8 @@ class APSCompressor(BaseCompressor, Compressor):
             mpi_ops.synchronize(batch.ticket.handle)
         batch.ticket.waited_for()
         if batch.closed and layer.done:
+            if isinstance(batch.reducer, Exchange):
+                batch.reducer.kernels.end()  # PyTorch's stream may be another one now
             return
         batch.closed = True
         if layer.error is not None:
