@@ -24,7 +24,7 @@ HOST = os.environ["HOROVOD_HOSTNAME"]
 
 def record(hvd: Any, state: Any, total: float, weights: bytes, compressor: Any) -> None:
     """A line in this worker's own log."""
-    exchanges = sorted({(len(key.members), hvd.rank()) for key in compressor._exchanges})
+    exchanges = sorted({(len(key.members), hvd.rank()) for key in compressor._reducers})
     line = {
         "step": state.step,
         "size": hvd.size(),

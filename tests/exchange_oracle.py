@@ -13,9 +13,9 @@ import ml_dtypes  # noqa: F401 (makes NumPy know bfloat16)
 import numpy as np
 import reference
 
-from horovod_aps.carrier import carrier_place
 from horovod_aps.engine.layout import LayerSpec, plan_buckets
 from horovod_aps.formats import FLOAT32, FloatFormat
+from horovod_aps.frontends.carrier import carrier_place
 from horovod_aps.kernels import DTYPE_CODES
 from horovod_aps.options import Options
 

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from horovod_aps.errors import not_ours
+
 HEADER, TALK, CHOICE, NUDGE = 1, 2, 3, 4
-_FRONT = struct.Struct("<BxxxII")  # what it is, epoch, round
+_FRONT = struct.Struct("<BxxxIII")  # what it is, epoch, round, ticket of the rank that speaks
 _IDENTITY = struct.Struct("<16s8sI")  # digest of the plan, digest of the factors, bucket
 
 
@@ -67,29 +69,24 @@ class Rounds:
             return []
         return list(self._heard.get((self.epoch, self._n_concluded), {}).values())
 
-    def say(self, kind: int, body: bytes) -> bytes:
-        """Note what this rank says next; returns the message for the others."""
+    def say(self, kind: int, body: bytes, ticket: int = 0) -> bytes:
+        """Note what this rank says next; returns the message for the others, with the number of its newest ticket."""
         self._heard.setdefault((self.epoch, self._n_said), {})[self.rank] = (kind, body)
         self._n_said += 1
-        return _FRONT.pack(kind, self.epoch, self._n_said - 1) + body
+        return _FRONT.pack(kind, self.epoch, self._n_said - 1, ticket) + body
 
-    def nudge(self, number: int) -> bytes:
+    def nudge(self, ticket: int) -> bytes:
         """A message outside of all rounds: this rank waits for the others to open their ticket of this number."""
-        return _FRONT.pack(NUDGE, 0, number)
+        return _FRONT.pack(NUDGE, 0, 0, ticket)
 
-    def hear(self, rank: int, message: bytes) -> int | None:
-        """Note what another rank has said; the number if it is a nudge, ValueError if no rank says so."""
+    def hear(self, rank: int, message: bytes) -> int:
+        """Note what another rank has said; the number of its newest ticket, ValueError if no rank says so."""
         if len(message) < _FRONT.size:
-            raise ValueError(
-                f"APSCompressor: rank {rank} has sent {len(message)} bytes that are not of horovod_aps; "
-                f"check that all ranks run the same program and version"
-            )
-        kind, epoch, number = _FRONT.unpack_from(message)
-        if kind == NUDGE:
-            return int(number)
-        if epoch >= self.epoch:  # what was said before an epoch ended is void
+            raise not_ours(rank, len(message))
+        kind, epoch, number, ticket = _FRONT.unpack_from(message)
+        if kind != NUDGE and epoch >= self.epoch:  # what was said before an epoch ended is void
             self._heard.setdefault((epoch, number), {})[rank] = (kind, message[_FRONT.size :])
-        return None
+        return int(ticket)
 
     def missing(self) -> set[int]:
         """Ranks that the present round waits for; none if this rank waits for no answer."""

@@ -28,11 +28,11 @@ from horovod_aps.engine.flight import Flight, Job, Plan
 from horovod_aps.engine.layer import Layer
 from horovod_aps.engine.layout import LayerSpec
 from horovod_aps.engine.pool import Lease, Pool
-from horovod_aps.engine.reductions import ChooseReduction, reduction_for
-from horovod_aps.engine.reductions.base import N_TAGS, Work
+from horovod_aps.engine.reductions import ChooseReduction
+from horovod_aps.engine.reductions.base import N_TAGS, Reduction, Work
 from horovod_aps.engine.statistics import Statistics
 from horovod_aps.errors import LostPeer
-from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO
+from horovod_aps.kernels import EXP_ZERO
 from horovod_aps.log import logger, trace
 from horovod_aps.options import Options
 from horovod_aps.transports.base import Transport
@@ -41,16 +41,21 @@ MAX_PLANS = 64  # batches remembered; an older one is talked about anew when it 
 LOOK_SECONDS = 500e-6  # between looks from within backward
 MAX_FLYING = 256  # buckets on their way at the same time; looking at all of them takes time
 MAX_SERIAL = 4096  # after so many buckets tags are used again
+_NONE = np.zeros(0, np.int32)
 
 
 class Tickets(Protocol):
     """How a frontend has all ranks come before anything starts."""
 
+    @property
+    def number(self) -> int:
+        """Of the newest ticket."""
+
     def open_until(self, number: int) -> None:
         """Open all tickets up to this number, for ranks that wait for them."""
 
-    def overdue(self) -> int | None:
-        """The number of a ticket that others have not answered for a while; once in a while."""
+    def overdue(self, asked: bool) -> bool:
+        """Whether to nudge others to open the newest one: after a while, at once if they have `asked` something."""
 
 
 class Exchange:
@@ -63,12 +68,12 @@ class Exchange:
         options: Options,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         overlap: bool = False,
-        choose_reduction: ChooseReduction = reduction_for,
+        choose_reduction: ChooseReduction | None = None,
     ) -> None:
         """Made without a transport if the ranks have not met yet; `context` is for whoever launches its kernels.
 
         With `overlap` buckets of a known batch start as soon as they are full, before anybody waits.
-        `choose_reduction` says how each bucket of a new plan is reduced, in the same way on all ranks.
+        `choose_reduction`, if given, says how each bucket of a new plan is reduced, in the same way on all ranks.
         """
         self.options = options
         self.kernels = kernels
@@ -80,6 +85,8 @@ class Exchange:
         """If set, nothing new starts before it returns True; for a frontend that first asks who is there."""
         self.any_thread = True
         """Whether the progress thread may launch its kernels."""
+        self.self_driven = False
+        """Whether its frontend moves it on, in a thread of its own, and nobody else may."""
         self._is_auto = options.overrides == "auto"
         self._chooser = AutoChooser(options) if self._is_auto else None
         self._residuals = Residuals(kernels)
@@ -96,6 +103,8 @@ class Exchange:
         self.tickets: Tickets | None = None
         """Where the frontend asks other ranks to come, if it does."""
         self.transport: Transport | None = None
+        self.network: Transport | None = None
+        """The transport that it was given, without what brings messages of a device there."""
         if transport is not None:
             self.connect(transport)
 
@@ -117,9 +126,9 @@ class Exchange:
             self._drop_jobs()
             self._start_over()
             self._pending.update((layer.name, layer) for layer in held)
-            if self.transport is not None and self.transport is not transport:
+            if self.transport is not None and self.network is not transport:
                 self.transport.close()
-            self.transport = transport
+            self.network, self.transport = transport, self.kernels.reach(transport)
             self._rounds = Rounds(transport.rank, transport.size)
             self._serial = self._nudged = 0
 
@@ -127,6 +136,17 @@ class Exchange:
     def is_idle(self) -> bool:
         """Whether it holds nothing."""
         return not (self._pending or self._jobs or self._submitted or self._flight)
+
+    @property
+    def way(self) -> str:
+        """How gradients travel between hosts, for people; empty while that is not known."""
+        if self.transport is None:
+            return ""
+        hosts, from_device = self.transport.hosts, getattr(self.transport, "way", "")
+        between = ""
+        if hosts is not None:
+            between = f"flat ({hosts.why_flat})" if hosts.room is None else f"two-level ({hosts})"
+        return ", ".join(filter(None, (between, from_device)))
 
     def close(self) -> None:
         """Nobody will use it again."""
@@ -136,9 +156,11 @@ class Exchange:
 
     # ---- handing in and taking out ------------------------------------------------------------------------
 
-    def submit(self, layer: Layer) -> None:
-        """Hand in one gradient; full buckets of a known batch start on their way at once. Never blocks."""
-        self._submitted.append(layer)
+    def submit(self, *layers: Layer) -> None:
+        """Hand in gradients; full buckets of a known batch start on their way at once. Never blocks."""
+        self._submitted.extend(layers)
+        if self.self_driven:
+            return
         if self._lock.acquire(blocking=False):
             try:
                 full = self._take_in()
@@ -154,10 +176,11 @@ class Exchange:
         while self._submitted:
             layer = self._submitted.popleft()
             if layer.name in self._pending:
-                raise ValueError(
+                layer.error = ValueError(
                     f"APSCompressor: {layer.name!r} was submitted twice before its result was used; "
                     f"give tensors of different models different names"
                 )
+                raise layer.error
             self._pending[layer.name] = layer
             if self._flight is not None:
                 full |= self._flight.arrive(layer)
@@ -180,6 +203,22 @@ class Exchange:
             self._advance()
             self._next_look = time.perf_counter() + LOOK_SECONDS
 
+    def look(self) -> bool:
+        """Move on what is on its way and start what may start; True if anything moved. For a frontend's own thread."""
+        with self._lock:
+            return self._move_on()
+
+    @property
+    def is_travelling(self) -> bool:
+        """Whether it waits for the network rather than for its frontend."""
+        return self.transport is None or bool(self._jobs) or not self._rounds.answered
+
+    def forget_plans(self) -> None:
+        """Talk about the next batch anew, in the order in which it comes; between batches, on all ranks alike."""
+        with self._lock:
+            self._plans.clear()
+            self._plan_of.clear()
+
     def wait(self, layers: Sequence[Layer] | None = None) -> None:
         """Until these layers have their results; all that was submitted if None.
 
@@ -187,10 +226,7 @@ class Exchange:
         """
         with self.context():
             progress.run(self, self.steps(layers))
-
-    def flush(self) -> None:
-        """`wait` for everything."""
-        self.wait()
+            self.kernels.end()
 
     def steps(self, layers: Sequence[Layer] | None = None) -> Generator[bool, None, None]:
         """`wait` in steps that never block, for a caller that drives several exchanges at once."""
@@ -226,10 +262,10 @@ class Exchange:
     def _end_wait(self) -> None:
         if not (self._jobs or self._pending or self._choosing):
             progress.remove(self)
-            if self._submitted:  # in this very moment, by another thread
-                progress.add(self)
-            else:
+            if not self._submitted:
                 self._load_now()
+            elif not self.self_driven:  # in this very moment, by another thread
+                progress.add(self)
 
     def drive(self, impatient: bool, launch: bool = True) -> bool:
         """Move on while somebody waits for another exchange; answers ranks that wait for this one.
@@ -335,11 +371,6 @@ class Exchange:
         elif self._chooser is not None and state.get("auto"):
             self._chooser.load_state(state["auto"])
 
-    def inherit(self, other: Exchange) -> None:
-        """Take over what a rank keeps when the world around it changes."""
-        self.load_state(other.state())
-        self.statistics = other.statistics
-
     def forget(self) -> None:
         """Drop everything that was learned from the present ranks, for a changed world."""
         with self._lock:
@@ -356,6 +387,7 @@ class Exchange:
         if self._flight is not None:
             works += self._flight.works[self._flight.n_agreed :]
         if works:
+            self.kernels.drain()
             _abandoned.append(works)
             for work in works:
                 for layer in work.layers:
@@ -412,14 +444,14 @@ class Exchange:
         """Take in what others have said, and answer nudges; launches nothing."""
         assert self.transport is not None
         for rank, message in self.transport.heard():
-            nudge = self._rounds.hear(rank, message)
-            self._nudged = max(self._nudged, nudge or 0)
+            self._nudged = max(self._nudged, self._rounds.hear(rank, message))
         if self.tickets is not None:
             if self._pending and self._nudged:
-                # A rank that holds tensors will be there; its program may wait for what the other has not begun.
+                # A rank that holds tensors will be there; its program may wait for what the other has not begun. Before
+                # a bucket is agreed on: afterwards this rank may never come back, and Horovod waits on the other.
                 self.tickets.open_until(self._nudged)
-            if (number := self.tickets.overdue()) is not None:
-                self.transport.post(self._rounds.nudge(number))
+            if self.tickets.overdue(bool(self._rounds.asked)):
+                self.transport.post(self._rounds.nudge(self.tickets.number))
 
     def _conclude(self, said: list[tuple[int, bytes]]) -> None:
         """All ranks have spoken in a round."""
@@ -441,7 +473,7 @@ class Exchange:
 
     def _say(self, kind: int, body: bytes) -> None:
         assert self.transport is not None
-        self.transport.post(self._rounds.say(kind, body))
+        self.transport.post(self._rounds.say(kind, body, self.tickets.number if self.tickets is not None else 0))
 
     def _end_flight(self) -> None:
         """Give up the buckets that were not agreed on; their layers are pending still."""
@@ -460,7 +492,8 @@ class Exchange:
             return False
         if not self._gate_is_open() or not self._rounds.answered:
             return False
-        if self._flight is not None and (self._flight.next_is_full or self._flight.is_launched):
+        flight = self._flight
+        if flight is not None and (flight.next_is_full or flight.is_launched or flight.is_scanning):
             return False
         return any(layer.name in self._pending for layer in wanted)
 
@@ -517,11 +550,21 @@ class Exchange:
             self._talk(mine.waits, mine.whole)
             return
         names = agreement.settle(proposals)
+        self._check_hierarchy()
+        trace("way: %s", self.way)
         self._must_talk = False
         self._end_flight()
         if names:
             layers = [self._pending[name] for name in names]
             self._flight = Flight.of(self._remember(self._specs(layers)), layers)
+
+    def _check_hierarchy(self) -> None:
+        """Raise ValueError, on all ranks, if two levels are wanted and cannot be."""
+        assert self.transport is not None
+        hosts = self.transport.hosts
+        if self.options.hierarchy == "two-level" and (hosts is None or hosts.room is None):
+            why = "the ranks' hosts are not known" if hosts is None else hosts.why_flat
+            raise ValueError(f'APSCompressor: hierarchy="two-level" cannot be: {why}')
 
     def _catch_up(self, step_number: int, chosen: dict[str, Any] | None) -> None:
         """Go on where the most advanced rank is: this rank may have joined an elastic job just now."""
@@ -552,8 +595,7 @@ class Exchange:
         plan = self._plans[description] = Plan(
             specs,
             description,
-            self.transport.rank,
-            self.transport.size,
+            self.transport,
             self.options,
             self._is_warm(),
             self._choose_reduction,
@@ -590,50 +632,65 @@ class Exchange:
         flight = self._flight
         if flight is None or self._talking or self._choosing or not self._gate_is_open():
             return False
-        moved = False
+        moved = self._send_headers(flight)
         while flight.next_is_full and len(self._jobs) + len(flight.works) - flight.n_agreed < MAX_FLYING:
             self._launch(flight)
+            self._send_headers(flight)
             moved = True
         return moved
 
     def _launch(self, flight: Flight) -> None:
-        """Find the exponents of the next bucket and send its header."""
+        """Find the exponents of the next bucket."""
         assert self.transport is not None
         index = len(flight.works)
         bucket, layers = flight.plan.buckets[index], flight.layers_of(index)
         phase = timeline.phases(self.step_number, index, len(layers))
+        lease, needs_exponents = Lease(self._pool), flight.plan.reductions[index].needs_exponents
+        self.kernels.begin()
         work = Work(
-            self.kernels, self.transport, self.options, bucket, layers, Lease(self._pool), phase, self.step_number
+            self.kernels, self.transport, self.options, bucket, layers, lease, phase, self.step_number, self._residuals
         )
-        if self.options.error_feedback:
+        if needs_exponents and self.options.error_feedback:
             work.owned += self._residuals.fold(layers, work.table, bucket.layer_of_segment)
         if self._chooser is not None:
             self._chooser.observe(self.kernels, [layer.shown for layer in layers], work.table, bucket.layer_of_segment)
-        phase("APS_SCAN")
-        self.kernels.scan(work.table, stochastic=self.options.rounding == "stochastic")
-        exponents = np.full(len(layers), EXP_ZERO, np.int32)
-        np.maximum.at(exponents, bucket.layer_of_segment, work.table["exponent"])
+        if needs_exponents:
+            phase("APS_SCAN")
+            work.scanned = self.kernels.scan(work.table, stochastic=self.options.rounding == "stochastic")
         flight.works.append(work)
-        factors = factors_digest([layer.factor for layer in layers])
-        header = Header(flight.plan.digest, factors, index, exponents).encode()
-        phase("APS_EXPONENTS", len(header) * (self.transport.size - 1))
-        self._say(HEADER, header)
+
+    def _send_headers(self, flight: Flight) -> bool:
+        """Send the headers of the buckets whose exponents are known, in order; True if there was one."""
+        assert self.transport is not None
+        moved = False
+        while flight.is_scanning and flight.works[flight.n_said].scanned.done():
+            index, work = flight.n_said, flight.works[flight.n_said]
+            exponents = _NONE
+            if flight.plan.reductions[index].needs_exponents:
+                exponents = np.full(len(work.layers), EXP_ZERO, np.int32)
+                np.maximum.at(exponents, work.bucket.layer_of_segment, work.table["exponent"])
+            factors = factors_digest([layer.factor for layer in work.layers])
+            header = Header(flight.plan.digest, factors, index, exponents).encode()
+            work.phase("APS_EXPONENTS", len(header) * (self.transport.size - 1))
+            flight.n_said += 1
+            self._say(HEADER, header)
+            moved = True
+        return moved
 
     def _agree(self, shared: np.ndarray) -> None:
         """All ranks have sent the header of the next bucket: it goes on its way."""
         flight = self._flight
-        assert flight is not None
-        index, work = flight.n_agreed, flight.works[flight.n_agreed]
-        exponents = self._final_exponents(shared, [flight.plan.specs[i] for i in work.bucket.layers])
-        work.table["exponent"] = exponents[work.bucket.layer_of_segment]
-        work.layer_exponents, work.specs = exponents, [flight.plan.specs[i] for i in work.bucket.layers]
+        assert flight is not None and self.transport is not None
+        work, reduction = flight.works[flight.n_agreed], flight.plan.reductions[flight.n_agreed]
+        work.specs = [flight.plan.specs[i] for i in work.bucket.layers]
+        if reduction.needs_exponents:
+            work.scale(shared, self.transport.size)
         work.tag = N_TAGS * self._serial
         self._serial = (self._serial + 1) % MAX_SERIAL
         for layer in work.layers:
             del self._pending[layer.name]
         flight.n_agreed += 1
-        reduction = flight.plan.reductions[index]
-        self._count_bytes(work, reduction.bytes_sent())
+        self._count_bytes(work, reduction)
         self._jobs.append(Job(work, reduction.run(work)))
         if flight.is_agreed:
             self._flight = None
@@ -646,24 +703,14 @@ class Exchange:
         if self._chooser is not None and self.step_number >= self.options.auto_steps:
             self._choose()
 
-    def _final_exponents(self, shared: np.ndarray, specs: Sequence[LayerSpec]) -> np.ndarray:
-        """The exponents to encode with: as shared, or as the paper's low-precision sums need them."""
+    def _count_bytes(self, work: Work, reduction: Reduction) -> None:
+        """Count what leaves this rank, or its host where ranks of a host take turns to send for all of them."""
         assert self.transport is not None
-        exponents = shared.copy()
-        ordinary = (exponents != EXP_ZERO) & (exponents != EXP_NONFINITE)
-        if self.options.accumulate != "float32":  # partial sums of N values must not overflow
-            exponents[ordinary] += int(np.ceil(np.log2(self.transport.size)))
-        if not self.options.scaling:  # a fixed scale of 1: every format's own top exponent
-            tops = np.array([spec.format.top_exponent for spec in specs], np.int32)
-            exponents[ordinary] = tops[ordinary]
-        return exponents
-
-    def _count_bytes(self, work: Work, n_sent: float) -> None:
-        assert self.transport is not None
-        size = self.transport.size
+        size, n_near = self.transport.size, reduction.n_near
         n_elements = sum(spec.n_elements for spec in work.specs)
-        header = 4 * (10 + len(work.specs)) * (size - 1)
-        self.statistics.add_bytes(n_sent + header, 2 * (size - 1) / size * 4 * n_elements)
+        n_words = 11 + (len(work.specs) if reduction.needs_exponents else 0)
+        header = 4 * n_words * (size - n_near)
+        self.statistics.add_bytes(reduction.bytes_sent() + header, 2 * (size - 1) / size * 4 * n_elements / n_near)
 
     def _end_jobs(self) -> None:
         """Hand over the results of buckets that have come home."""
@@ -676,7 +723,7 @@ class Exchange:
             work.phase.end()
             work.lease.end()
             self.statistics.add_layers(
-                work.specs, work.layer_exponents, work.bucket.layer_of_segment, work.measured, work.histograms
+                work.specs, work.layer_exponents, work.measured_layers, work.measured, work.histograms
             )
             for layer in work.layers:
                 layer.done = True
@@ -703,4 +750,6 @@ def local_allreduce(
     running = [exchange.steps() for exchange in exchanges]
     while running:
         running = [steps for steps in running if next(steps, None) is not None]
+    for exchange in exchanges:
+        exchange.kernels.end()
     return list(exchanges)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from horovod_aps.engine import agreement
 from horovod_aps.engine.layer import Layer
-from horovod_aps.engine.layout import LayerSpec, plan_buckets
-from horovod_aps.engine.reductions import ChooseReduction, Reduction, reduction_for
+from horovod_aps.engine.layout import LayerSpec
+from horovod_aps.engine.reductions import ChooseReduction, plan_reductions
 from horovod_aps.engine.reductions.base import Steps, Work
 from horovod_aps.options import Options
-from horovod_aps.transports.base import Request
+from horovod_aps.transports.base import Request, Transport
 
 
 class Plan:
@@ -21,18 +21,16 @@ class Plan:
         self,
         specs: Sequence[LayerSpec],
         description: str,
-        rank: int,
-        size: int,
+        transport: Transport,
         options: Options,
         warm: bool,
-        choose_reduction: ChooseReduction = reduction_for,
+        choose_reduction: ChooseReduction | None = None,
     ) -> None:
         self.specs = list(specs)
         self.options, self.warm = options, warm
         self.make_up = {spec.name: (spec.shape, spec.dtype) for spec in self.specs}
         self.digest = agreement.digest(description)
-        self.buckets = plan_buckets(self.specs, size, options.bucket_mb)
-        self.reductions: list[Reduction] = [choose_reduction(bucket, rank, size) for bucket in self.buckets]
+        self.buckets, self.reductions = plan_reductions(self.specs, options.bucket_mb, transport, choose_reduction)
         self.bucket_of = {self.specs[layer].name: i for i, b in enumerate(self.buckets) for layer in b.layers}
 
 
@@ -58,12 +56,14 @@ class Job:
 
 @dataclass
 class Flight:
-    """A planned batch on its way: which layers have arrived, and the buckets whose headers have been sent."""
+    """A planned batch on its way: which layers have arrived, and the buckets that have been started."""
 
     plan: Plan
     missing: list[int] = field(init=False)  # layers that are still missing, by bucket
     layers: dict[str, Layer] = field(default_factory=dict)
-    works: list[Work] = field(default_factory=list)  # of the buckets whose headers have been sent
+    works: list[Work] = field(default_factory=list)  # of the buckets whose exponents are known or being found
+    n_said: int = 0
+    """Buckets whose headers have been sent."""
     n_agreed: int = 0
 
     def __post_init__(self) -> None:
@@ -94,8 +94,13 @@ class Flight:
 
     @property
     def is_launched(self) -> bool:
-        """Whether the headers of all buckets have been sent."""
+        """Whether the headers of all buckets have been sent, or soon will be."""
         return len(self.works) == len(self.missing)
+
+    @property
+    def is_scanning(self) -> bool:
+        """Whether the exponents of a bucket are being found."""
+        return self.n_said < len(self.works)
 
     @property
     def is_agreed(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,3 +34,8 @@ class Layer:
     def shown(self) -> str:
         """The name for people."""
         return self.label or self.name
+
+    @property
+    def n_elements(self) -> int:
+        """Of its shape."""
+        return math.prod(self.shape)

@@ -19,8 +19,8 @@ from horovod_aps.kernels import SEGMENT
 MAX_LAYERS = 256  # layers per bucket: what one fixed-size exponent message has room for
 PIECE = 1 << 20  # elements of a part of a bucket that two ranks swap while the next one is encoded
 FIRST = 1 << 18  # elements of the first of several buckets
-WORD = 4  # bytes; such parts start and end at multiples of it, which some transports need
-EXPONENT_BYTES = 2  # per segment, behind the packed sums of a shard
+WORD = 16  # bytes; segments start at multiples of it, so that a GPU loads and stores whole words
+EXPONENT_BYTES = 2  # per segment of a shard, in a message beside the packed sums
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,7 @@ class BucketLayout:
     segments: np.ndarray  # SEGMENT, sorted by shard; offsets count from the start of the scatter buffer
     layer_of_segment: np.ndarray  # index into `layers`
     shard_segments: np.ndarray  # n_shards + 1 bounds into `segments`
-    shard_bytes: np.ndarray  # n_shards + 1 byte bounds in the scatter buffer
-    gather_bytes: np.ndarray  # n_shards + 1 byte bounds in the gather buffer (packed sums and exponents)
+    shard_bytes: np.ndarray  # n_shards + 1 byte bounds, of what is scattered and of the sums that are gathered
 
     @property
     def n_shards(self) -> int:
@@ -73,6 +72,18 @@ class BucketLayout:
                 parts.append((slice(first, row), slice(start, end)))
                 first, filled = row, 0
         return parts
+
+    def shards(self, first: int, n: int) -> BucketLayout:
+        """The same layers, of which only `n` shards are there."""
+        rows = slice(int(self.shard_segments[first]), int(self.shard_segments[first + n]))
+        bounds = slice(first, first + n + 1)
+        return BucketLayout(
+            self.layers,
+            part_of(self.segments, rows, self.shard_bytes[first]),
+            self.layer_of_segment[rows],
+            self.shard_segments[bounds] - rows.start,
+            self.shard_bytes[bounds] - self.shard_bytes[first],
+        )
 
     def shard_table(self, shard: int) -> np.ndarray:
         """Segments of one shard with offsets from the start of that shard's message."""
@@ -113,13 +124,13 @@ def lay_out_bucket(specs: Sequence[LayerSpec], layers: Sequence[int], n_shards: 
     totals = [specs[layer].format.bytes_for(specs[layer].n_elements) for layer in layers]
     bounds = [sum(totals) * (shard + 1) // n_shards for shard in range(n_shards)]
     rows: list[tuple[int, int, int, int, int]] = []  # shard, layer position, first element, n, offset
-    shard_bytes, shard, offset = [0], 0, 0
+    shard_bytes, shard, offset, filled = [0], 0, 0, 0  # filled: bytes without what lies between segments
     for position, layer in enumerate(layers):
         n, fmt = specs[layer].n_elements, specs[layer].format
         unit_bytes = fmt.bytes_for(fmt.unit)
         first = 0
         while first < n:
-            room = max(0, bounds[shard] - offset)
+            room = max(0, bounds[shard] - filled)
             take = n - first
             if shard < n_shards - 1:
                 take = min(take, -(-room // unit_bytes) * fmt.unit)
@@ -130,8 +141,9 @@ def lay_out_bucket(specs: Sequence[LayerSpec], layers: Sequence[int], n_shards: 
                 shard_bytes.append(offset)
                 continue
             rows.append((shard, position, first, take, offset))
+            filled += fmt.bytes_for(take)
             offset += fmt.bytes_for(take)
-            offset += -offset % WORD if n_shards == 1 else 0
+            offset += -offset % WORD
             first += take
     while len(shard_bytes) <= n_shards:
         shard_bytes.append(offset)
@@ -151,19 +163,23 @@ def lay_out_bucket(specs: Sequence[LayerSpec], layers: Sequence[int], n_shards: 
         fmt.describe(part)
         segments[mine] = part
     shard_segments = np.searchsorted(shard_of, np.arange(n_shards + 1), side="left")
-    exponents = EXPONENT_BYTES * np.diff(shard_segments)
-    gather = np.concatenate([[0], np.cumsum(np.diff(shard_bytes) + exponents)])
     return BucketLayout(
         tuple(layers),
         segments,
         np.ascontiguousarray(layer_of_segment),
         shard_segments,
         np.array(shard_bytes, np.int64),
-        gather.astype(np.int64),
     )
 
 
-def plan_buckets(specs: Sequence[LayerSpec], n_ranks: int, bucket_mb: float) -> list[BucketLayout]:
-    """Layouts of all buckets for `n_ranks` ranks; two ranks swap whole buckets in a single phase."""
-    n_shards = n_ranks if n_ranks > 2 else 1
+def shards_among(n_ranks: int) -> int:
+    """Into how many shards so many ranks cut what they exchange; two of them swap it in a single phase."""
+    return n_ranks if n_ranks > 2 else 1
+
+
+def plan_buckets(
+    specs: Sequence[LayerSpec], n_ranks: int, bucket_mb: float, n_shards: int | None = None
+) -> list[BucketLayout]:
+    """Layouts of all buckets for `n_ranks` ranks."""
+    n_shards = n_shards or shards_among(n_ranks)
     return [lay_out_bucket(specs, layers, n_shards) for layers in split_into_buckets(specs, bucket_mb)]

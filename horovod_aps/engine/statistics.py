@@ -40,8 +40,9 @@ def exponent_histograms(
     trial["n"], trial["offset"] = n, np.cumsum(n) - n
     BINS.describe(trial)
     trial["exponent"] += 1
-    codes = kernels.alloc(int(n.sum()))
-    kernels.encode(trial, codes)
+    message = kernels.alloc(int(n.sum()))
+    kernels.encode(trial, message)
+    codes = kernels.bytes_of(message)
     found = np.zeros((n_layers, N_BINS), np.int64)
     for layer, start, count in zip(owner.tolist(), trial["offset"].tolist(), n.tolist()):
         bins = np.bincount(codes[start : start + count] & (2 ** (BINS.bits - 1) - 1), minlength=N_BINS + 1)

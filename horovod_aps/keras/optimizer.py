@@ -11,7 +11,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from horovod_aps.base import NO_INSTANCE
+from horovod_aps.frontends.checks import NO_INSTANCE
 from horovod_aps.tensorflow import APSCompressor
 from horovod_aps.tensorflow.seam import allreduce_group, refuse_xla
 

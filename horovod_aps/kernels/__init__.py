@@ -19,7 +19,7 @@ from horovod_aps.kernels.arrays import (
 from horovod_aps.kernels.codecs import HostCodec
 from horovod_aps.kernels.cpu import CpuKernels
 from horovod_aps.kernels.native import library, set_num_threads
-from horovod_aps.kernels.protocol import Buffer, Kernels
+from horovod_aps.kernels.protocol import DONE, Buffer, Kernels
 from horovod_aps.kernels.segments import (
     BFLOAT16,
     DTYPE_CODES,
@@ -51,6 +51,7 @@ __all__ = [
     "Buffer",
     "Bytes",
     "CpuKernels",
+    "DONE",
     "DTYPES",
     "DTYPE_CODES",
     "DTYPE_NAMES",

@@ -81,7 +81,7 @@ def split(
     function: str,
     segs: Table,
     length: int,
-    native: Callable[[Table, npt.NDArray[np.bool_]], None],
+    native: Callable[[Table, npt.NDArray[np.bool_]], object],
     hosted: Callable[[int, Segment], None],
 ) -> None:
     """Check the segments in Python, run the others natively, write their exponents back, then run ours."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from horovod_aps.kernels import codecs
 from horovod_aps.kernels.native import library, raise_on_error
-from horovod_aps.kernels.protocol import Buffer, Kernels
+from horovod_aps.kernels.protocol import DONE, Buffer, Kernels, Request
 from horovod_aps.kernels.segments import (
     FAMILY_RAW,
     SUM_FLOAT,
@@ -25,6 +26,9 @@ from horovod_aps.kernels.segments import (
     target_addresses,
 )
 
+if TYPE_CHECKING:
+    from horovod_aps.transports.base import Transport
+
 
 class CpuKernels(Kernels):
     """Launchers of the CPU library; see `protocol.Kernels` for what they do."""
@@ -32,19 +36,34 @@ class CpuKernels(Kernels):
     # The library refuses a table with a segment whose codec is in Python, before anything is written; only then is the
     # table looked at and split.
 
-    def scan(self, segs: Table, stochastic: bool = False) -> None:
+    def begin(self) -> None:
+        """Nothing is queued on a CPU."""
+
+    def end(self) -> None:
+        """Every operation is over when it returns."""
+
+    def drain(self) -> None:
+        """Nothing is ever under way."""
+
+    def reach(self, transport: Transport) -> Transport:
+        """Every transport reaches host memory."""
+        return transport
+
+    def scan(self, segs: Table, stochastic: bool = False) -> Request:
         """Set `exponent` of every segment; see Kernels.scan."""
         check_segments("scan", segs)
         status = library().aps_scan(segs.ctypes.data, len(segs), int(stochastic))
         if status and codecs.is_hosted(segs):
-            return codecs.split(
+            codecs.split(
                 "scan",
                 segs,
                 -1,
                 lambda part, _: self.scan(part, stochastic),
                 lambda _, segment: segment.scan(stochastic),
             )
+            return DONE
         raise_on_error("scan", status)
+        return DONE
 
     def encode(self, segs: Table, message: Message, seed: int | None = None) -> None:
         """Write the codes of every element into the message; see Kernels.encode."""
@@ -69,7 +88,7 @@ class CpuKernels(Kernels):
         out: Message,
         seed: int | None = None,
         keep_exponent: bool = False,
-    ) -> None:
+    ) -> Request:
         """Sum the inputs and encode the sums into out with new exponents; see Kernels.reduce."""
         check_segments("reduce", segs)
         check_accumulate("reduce", accumulate)
@@ -90,14 +109,16 @@ class CpuKernels(Kernels):
         )
         if status and codecs.is_hosted(segs):
             draw = seed_bits if stochastic else None
-            return codecs.split(
+            codecs.split(
                 "reduce",
                 segs,
                 shortest,
                 lambda part, _: self.reduce(part, inputs, accumulate, out, seed, keep_exponent),
                 lambda _, segment: segment.reduce(sources, accumulate, address, draw, keep_exponent),
             )
+            return DONE
         raise_on_error("reduce", status)
+        return DONE
 
     def decode(
         self, segs: Table, inputs: Sequence[Message], accumulate: int = SUM_FLOAT, length: int | None = None
@@ -174,6 +195,10 @@ class CpuKernels(Kernels):
         start = -memory.ctypes.data % 64
         memory.fill(0)
         return memory[start : start + n_bytes]
+
+    def bytes_of(self, message: Bytes) -> Bytes:
+        """Return the message."""
+        return message
 
     def zeros(self, n: int) -> npt.NDArray[np.float32]:
         """Return n float32 zeros."""

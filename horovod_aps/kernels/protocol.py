@@ -7,12 +7,15 @@ Every operation takes one table of segments that describes a whole bucket of lay
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from horovod_aps.kernels.segments import SUM_FLOAT, Bytes, Message, Table
+
+if TYPE_CHECKING:
+    from horovod_aps.transports.base import Transport
 
 
 class Buffer(Protocol):
@@ -24,15 +27,51 @@ class Buffer(Protocol):
         ...
 
 
+class Request(Protocol):
+    """Something under way."""
+
+    def done(self) -> bool:
+        """Whether it has finished; never blocks."""
+        ...
+
+
+class _Done:
+    def done(self) -> bool:
+        return True
+
+
+DONE = _Done()
+"""The request of something that is over when it is asked for."""
+
+
 class Kernels(Protocol):
     """Scan, encode, reduce and decode over a table of segments, error feedback, and the memory for it.
+
+    Operations take place in the order in which they are called, and on a device later than that: what the host reads
+    (exponents) is there when the request is done that the operation has returned.
 
     A message is a uint8 array (or its address); messages and data must not overlap. Nothing outside a
     segment's bytes is written. Malformed tables raise ValueError before anything is written. Rank and step
     belong in the seed: two ranks that pass the same seed, uid and index draw the same random bits.
     """
 
-    def scan(self, segs: Table, stochastic: bool = False) -> None:
+    def begin(self) -> None:
+        """Have operations that follow wait for what the framework has queued so far."""
+        ...
+
+    def end(self) -> None:
+        """Have what the framework queues from now on wait for all operations so far."""
+        ...
+
+    def drain(self) -> None:
+        """Wait until nothing is under way; for what has gone wrong."""
+        ...
+
+    def reach(self, transport: Transport) -> Transport:
+        """What brings messages of `alloc` to other ranks over a transport."""
+        ...
+
+    def scan(self, segs: Table, stochastic: bool = False) -> Request:
         """Set `exponent` to the least E at which the segment's largest |x|, rounded, fits the format.
 
         All zero (or n = 0) gives EXP_ZERO, any NaN or Inf gives EXP_NONFINITE, raw float32 gives 0. With
@@ -52,7 +91,7 @@ class Kernels(Protocol):
         out: Message,
         seed: int | None = None,
         keep_exponent: bool = False,
-    ) -> None:
+    ) -> Request:
         """Sum the inputs; write new exponents into segs and the encoded sums into out at the same offsets.
 
         Modes 1 and 2, and mode 0 with keep_exponent, keep the exponent and saturate. Otherwise an all-zero
@@ -85,7 +124,11 @@ class Kernels(Protocol):
         ...
 
     def alloc(self, n_bytes: int) -> Bytes:
-        """Return n_bytes of zeroed host memory for messages."""
+        """Return n_bytes of zeroed memory for messages, where the kernels work."""
+        ...
+
+    def bytes_of(self, message: Bytes) -> Bytes:
+        """Return what is in a message of `alloc`, for the host to read; waits for all operations so far."""
         ...
 
     def zeros(self, n: int) -> Buffer:

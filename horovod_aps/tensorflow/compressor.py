@@ -16,9 +16,11 @@ import tensorflow as tf
 from horovod.tensorflow.compression import Compressor
 
 from horovod_aps import config
-from horovod_aps.base import NO_INSTANCE, BaseCompressor
+from horovod_aps.frontends.checks import NO_INSTANCE
+from horovod_aps.frontends.compressor import BaseCompressor
 from horovod_aps.log import logger
 from horovod_aps.tensorflow import seam
+from horovod_aps.tensorflow.links import Links
 
 MANY = 64  # compressors in one process, at which it looks as if one were made in every step
 _ids = itertools.count(1)
@@ -30,11 +32,9 @@ class APSCompressor(BaseCompressor, Compressor):
 
     def _start(self) -> None:
         super()._start()
-        self._carried: dict[str, int] = {}  # steps so far by call site, for transport="allreduce"
         self._n_single = 0  # tensors traced outside of groups
         self._lock = threading.Lock()
-        self._links: dict[int, Any] = {}  # by process set
-        self._link_of: dict[Any, Any] = {}  # by exchange
+        self._links = Links(self._options.why_flat)
         self._used = False
         seam.register(self)
         if next(_ids) % MANY == 0:

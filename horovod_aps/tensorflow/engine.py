@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -14,19 +13,17 @@ import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow import mpi_ops
 
-from horovod_aps.base import ExchangeKey
-from horovod_aps.carrier import check_transports
 from horovod_aps.engine.exchange import Exchange
 from horovod_aps.engine.layer import Layer
 from horovod_aps.errors import LostPeer
+from horovod_aps.frontends.checks import check_present
+from horovod_aps.frontends.reducer import Reducer, ReducerKey
+from horovod_aps.frontends.world import process_set_of
 from horovod_aps.kernels import DTYPE_CODES, CpuKernels
-from horovod_aps.tensorflow import devices, order
-from horovod_aps.tensorflow.carrier import array_at, carry
+from horovod_aps.tensorflow import devices, links
+from horovod_aps.tensorflow.carrier import TensorFlowCarrier, array_at
 from horovod_aps.tensorflow.collectives import allreduce
-from horovod_aps.transports import sockets
-from horovod_aps.transports.shared import SharedTransport
-from horovod_aps.world import link as make_link
-from horovod_aps.world import process_set_of
+from horovod_aps.transports.shared import Channel
 
 if TYPE_CHECKING:
     from horovod_aps.tensorflow.compressor import APSCompressor
@@ -37,17 +34,6 @@ ALIGNMENT = 64  # bytes; TensorFlow adopts an aligned array as a tensor and copi
 # One exchange at a time wherever operations of Horovod's find each other by their order alone. Exchanges in graphs over
 # MPI have names and communicators of their own, so those of different compressors may run at the same time.
 _lock = threading.Lock()
-_world_numbers: Counter[int] = Counter()  # by process set; links of an earlier world are not used any more
-
-
-@dataclass(frozen=True)
-class _Link:
-    """The transport of a compressor in one process set, and the world it was made in."""
-
-    shared: SharedTransport
-    world_number: int
-    ranks: tuple[int, ...]
-    rank: int
 
 
 @dataclass(frozen=True)
@@ -87,7 +73,7 @@ class Call:
 
 
 def run(call: Call, ticket: np.ndarray, arrays: Sequence[Any]) -> list[np.ndarray]:
-    """Reduce arrays over all ranks; `ticket` is the sum of what they said in `order.ticket`."""
+    """Reduce arrays over all ranks; `ticket` is the sum of what they said in `links.ticket`."""
     arrays = [np.ascontiguousarray(array).reshape(np.shape(array)) for array in arrays]
     results = [_aligned_like(array) for array in arrays]
     layers = [
@@ -102,7 +88,7 @@ def run(call: Call, ticket: np.ndarray, arrays: Sequence[Any]) -> list[np.ndarra
 def run_eagerly(call: Call, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Reduce eager tensors over all ranks without copying them."""
     with _lock:
-        ticket = allreduce(order.ticket_words(call.process_set_id, call.packed), mpi_ops.Sum, call.process_set_id)
+        ticket = allreduce(links.ticket_words(call.process_set_id, call.packed), mpi_ops.Sum, call.process_set_id)
         return _reduce_tensors(call, ticket, values, devices.gpu_of(values))
 
 
@@ -115,11 +101,7 @@ def run_on_gpu(call: Call, gpu: str, ticket: tf.Tensor, values: Sequence[tf.Tens
 
 def _turn(call: Call, ticket: np.ndarray) -> AbstractContextManager[Any]:
     """What an exchange in a graph holds while it runs."""
-    return call.compressor._lock if call.packed and _all_speak_mpi(ticket) else _lock
-
-
-def _all_speak_mpi(ticket: np.ndarray) -> bool:
-    return bool(ticket[order.SPEAKS_MPI] == ticket[order.PRESENT])
+    return call.compressor._lock if call.packed and links.all_speak_mpi(ticket) else _lock
 
 
 def _reduce_tensors(call: Call, ticket: np.ndarray, values: Sequence[tf.Tensor], gpu: str | None) -> list[tf.Tensor]:
@@ -183,83 +165,43 @@ def _reduce(call: Call, ticket: np.ndarray, layers: list[Layer], gpu: str | None
         for layer in layers:
             array_at(layer.target, layer)[:] = array_at(layer.source, layer) * layer.factor
         return
-    check_transports(int(ticket[order.PACKED]), int(ticket[order.PRESENT]))
-    if not call.packed:
-        step_number = compressor._carried[call.stem] = compressor._carried.get(call.stem, -1) + 1
-        carry(layers, compressor._options, step_number, process_set, compressor._carrier_statistics)
-        return
-    n_present = int(ticket[order.PRESENT])
-    if n_present != size:
-        raise ValueError(
-            f"APSCompressor: {size - n_present} of {size} ranks are in hvd.join(), which only a plain "
-            f'all-reduce can go on without; use APSCompressor(..., transport="allreduce")'
-        )
-    exchange = _exchange(call, process_set, ticket, gpu)
+    check_present(int(ticket[links.PRESENT]), int(ticket[links.PACKED]), size)
+    reducer = _reducer(call, process_set, ticket, gpu)
     try:
-        for layer in layers:
-            exchange.submit(layer)
-        exchange.flush()
-        compressor._look_for_idle_overrides(exchange)
+        reducer.submit(*layers)
+        reducer.wait()
+        if gpu and isinstance(reducer, Exchange):
+            reducer.kernels.drain()  # TensorFlow's streams are not known here
+        compressor._look_for_idle_overrides(reducer)
     except LostPeer as error:
-        exchange.forget()
+        reducer.forget()
         # In a graph only the text survives, and Horovod's elastic wrapper looks for the name of its own operation.
         raise HorovodInternalError(f"HorovodAllreduce: {error}") from None
     except BaseException:
-        exchange.forget()
+        reducer.forget()
         raise
 
 
-def _exchange(call: Call, process_set: Any, ticket: np.ndarray, gpu: str | None) -> Exchange:
-    """The exchange of one call site, so that steps are counted as the user counts them."""
+def _reducer(call: Call, process_set: Any, ticket: np.ndarray, gpu: str | None) -> Reducer:
+    """What reduces the tensors of one call site, so that steps are counted as the user counts them."""
     compressor = call.compressor
-    link = _link(call, process_set, ticket)
-    key = ExchangeKey(call.process_set_id, f"{call.stem} {gpu}", link.ranks)
-    exchange = compressor._exchanges.get(key)
-    if exchange is None or compressor._link_of.get(key) is not link:
-        # After an elastic reset the same call site has another link, and perhaps other ranks.
-        for old in [old for old in compressor._exchanges if (old.process_set_id, old.place) == (key[0], key.place)]:
-            compressor._retire_exchange(old)
-        exchange = compressor._keep_exchange(
-            key,
-            Exchange(devices.kernels() if gpu else CpuKernels(), link.shared.channel(key.place), compressor._options),
-        )
-        compressor._link_of[key] = link
-    return exchange
+    key = ReducerKey(call.process_set_id, f"{call.stem} {gpu}", tuple(process_set.ranks))
+    found = compressor._reducers.get(key)
+    if not call.packed:
+        if found is None:
+            _retire_place(compressor, key)
+            found = compressor._keep(key, TensorFlowCarrier(process_set, compressor._options))
+        return found
+    shared = compressor._links.get(process_set, ticket, call.stem).shared
+    if isinstance(found, Exchange) and isinstance(found.network, Channel) and found.network.shared is shared:
+        return found
+    _retire_place(compressor, key)
+    kernels = devices.kernels() if gpu else CpuKernels()
+    return compressor._keep(key, Exchange(kernels, shared.channel(key.place), compressor._options))
 
 
-def _link(call: Call, process_set: Any, ticket: np.ndarray) -> _Link:
-    """The link of a compressor in a process set, made anew by all ranks if any of them has none.
-
-    After an elastic reset a new worker has none, while the others may not have noticed anything: neither size nor rank
-    need to change. It says so in its ticket, which may have been written before an earlier exchange of the same step
-    made the link, so all ranks ask again. Jobs that speak MPI are never elastic: there all ranks have a link, or none.
-    """
-    ps_id, ranks, rank = process_set.process_set_id, tuple(process_set.ranks), process_set.rank()
-    links, speak_mpi = call.compressor._links, _all_speak_mpi(ticket)
-    link = link_before = links.get(ps_id)
-    if link is not None and (link.ranks, link.rank, link.world_number) != (ranks, rank, _world_numbers[ps_id]):
-        link = None
-    if ticket[order.NEW] and not speak_mpi and not _agree(int(link is not None), process_set):
-        _world_numbers[ps_id] += 1  # a new worker has no link of any compressor
-        link = None
-    if link is None:
-        if link_before is not None:
-            link_before.shared.transport.close()
-        addresses = np.zeros(0, np.int32)
-        if not speak_mpi:
-            addresses = allreduce(sockets.listener().words(rank, len(ranks)), mpi_ops.Sum, ps_id)
-        name = f"{ps_id} {ranks} {call.stem}"  # compressors need not be made in the same order here
-        n_able = len(ranks) if speak_mpi else 0
-        link = links[ps_id] = _Link(
-            SharedTransport(make_link(name, ranks, ranks.index(mpi_ops.rank()), n_able, addresses)),
-            _world_numbers[ps_id],
-            ranks,
-            rank,
-        )
-        order.has_link(ps_id)
-    return link
-
-
-def _agree(value: int, process_set: Any) -> int:
-    """The smallest `value` of all ranks of the process set."""
-    return int(allreduce(np.array([value], np.int32), mpi_ops.Min, process_set.process_set_id)[0])
+def _retire_place(compressor: APSCompressor, key: ReducerKey) -> None:
+    """After an elastic reset the same call site has another link, and perhaps other ranks."""
+    for old in list(compressor._reducers):
+        if (old.process_set_id, old.place) == (key.process_set_id, key.place):
+            compressor._retire(old)

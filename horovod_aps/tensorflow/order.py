@@ -16,15 +16,8 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from horovod.tensorflow import mpi_ops
-from tensorflow.python.eager.context import eager_mode
 
-from horovod_aps.world import mpi_usable
-
-PRESENT, NEW, SPEAKS_MPI, PACKED, N_WORDS = range(5)  # the words of a ticket
-
-_variables: dict[str, tf.Variable] = {}
-_linked: set[int] = set()  # process sets to whose ranks this one has a link
+shared_variables: dict[str, tf.Variable] = {}
 LAST = "_horovod_aps_last"  # attribute of a v1 graph: the exchange that was added last, and the branch it is in
 
 
@@ -44,7 +37,7 @@ class Sequence:
 def in_sequence() -> Generator[Sequence, None, None]:
     """Add an exchange to the current graph, after all that were added before it."""
     if tf.compat.v1.executing_eagerly_outside_functions():
-        turn = _variable("turn", np.int64(0))
+        turn = shared_variable("turn", np.int64(0))
         sequence = Sequence([turn.assign_add(1, read_value=False)])
         yield sequence
         with tf.control_dependencies([sequence.op]):
@@ -56,43 +49,12 @@ def in_sequence() -> Generator[Sequence, None, None]:
     setattr(graphs[-1], LAST, (weakref.ref(graphs[0]), sequence.op))
 
 
-def ticket(process_set_id: int, packed: bool) -> tf.Tensor:
-    """What a rank says before an exchange, to be summed over all ranks.
-
-    Not a constant: TensorFlow runs Horovod's ops on constants once, while optimizing.
-    """
-    if tf.compat.v1.executing_eagerly_outside_functions():
-        return _variable(_ticket_name(process_set_id, packed), ticket_words(process_set_id, packed)).read_value()
-    words = tf.numpy_function(lambda: ticket_words(process_set_id, packed), [], tf.int32, stateful=True)
-    words.set_shape([N_WORDS])
-    return words
-
-
-def ticket_words(process_set_id: int, packed: bool) -> np.ndarray:
-    """The ticket as it is now: present, without a link to the others yet, able to speak MPI, transport="packed"."""
-    return np.array([1, process_set_id not in _linked, mpi_usable(mpi_ops._basics), packed], np.int32)
-
-
-def _ticket_name(process_set_id: int, packed: bool) -> str:
-    return f"ticket_{process_set_id}_{'packed' if packed else 'allreduce'}"
-
-
-def has_link(process_set_id: int) -> None:
-    """Note in all tickets to come that this rank has a link to the others."""
-    _linked.add(process_set_id)
-    for packed in (False, True):
-        variable = _variables.get(_ticket_name(process_set_id, packed))
-        if variable is not None:
-            with eager_mode():
-                variable.assign(ticket_words(process_set_id, packed))
-
-
-def _variable(name: str, value: Any) -> tf.Variable:
+def shared_variable(name: str, value: Any) -> tf.Variable:
     """A variable that all graphs share, made when it is first needed."""
-    if name not in _variables:
+    if name not in shared_variables:
         with tf.init_scope(), tf.device("/CPU:0"):
-            _variables[name] = tf.Variable(value, trainable=False, name=f"horovod_aps_{name}")
-    return _variables[name]
+            shared_variables[name] = tf.Variable(value, trainable=False, name=f"horovod_aps_{name}")
+    return shared_variables[name]
 
 
 def _with_outer_graphs(graph: Any) -> list[Any]:

@@ -18,7 +18,8 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from tensorflow.python.ops import control_flow_util
 
-from horovod_aps.tensorflow import devices, engine, order
+from horovod_aps.frontends import checks
+from horovod_aps.tensorflow import devices, engine, links, order
 
 if TYPE_CHECKING:
     from horovod_aps.tensorflow.compressor import APSCompressor
@@ -73,9 +74,7 @@ def _allreduce(
     name: Any = None,
 ) -> tf.Tensor:
     if name is None and _owner([tensor])._options.error_feedback:
-        raise ValueError(
-            "APSCompressor: error_feedback must know a tensor from step to step; give hvd.allreduce a name"
-        )
+        raise checks.no_name()
     _advise_groups(_owner([tensor]))
     call = engine.Call(
         _owner([tensor]),
@@ -186,9 +185,7 @@ def _owner(tensors: Sequence[WireTensor]) -> APSCompressor:
 def _reduce(call: engine.Call, values: list[tf.Tensor]) -> list[tf.Tensor]:
     """Exchange the floating-point tensors of a call; the others take Horovod's own way."""
     if call.op not in (mpi_ops.Average, mpi_ops.Sum):
-        raise ValueError(
-            f"APSCompressor: op must be Average or Sum, got {_op_name(call.op)}; use hvd.Compression.none for it"
-        )
+        raise checks.wrong_op(call.op, mpi_ops)
     call.compressor._used = True
     elastic = bool(int(os.environ.get("HOROVOD_ELASTIC", "0")))
     alone = mpi_ops.size() == 1 and not elastic
@@ -206,9 +203,7 @@ def _reduce(call: engine.Call, values: list[tf.Tensor]) -> list[tf.Tensor]:
                 name=_op_label(call.names[i]),
             )
         elif value.dtype.name not in engine.DTYPE_CODES:
-            raise TypeError(
-                f"APSCompressor: tensors must be float32, float64, float16 or bfloat16, got {value.dtype.name}"
-            )
+            raise checks.wrong_dtype(value.dtype.name)
         else:
             ours.append(i)
     if ours:
@@ -239,7 +234,7 @@ def _exchange(call: engine.Call, values: list[tf.Tensor]) -> list[tf.Tensor]:
         # Horovod's own op, which blocks no thread: nobody enters the exchange before all ranks are here, and ranks in
         # hvd.join() show.
         ticket = mpi_ops.MPI_LIB.horovod_allreduce(
-            order.ticket(call.process_set_id, call.packed),
+            links.ticket(call.process_set_id, call.packed),
             reduce_op=mpi_ops.Sum,
             prescale_factor=1.0,
             postscale_factor=1.0,
@@ -254,7 +249,7 @@ def _exchange(call: engine.Call, values: list[tf.Tensor]) -> list[tf.Tensor]:
             if gpu:
                 results = tf.py_function(
                     lambda ticket, *tensors: engine.run_on_gpu(call, gpu, ticket, tensors),
-                    [ticket, *values],
+                    [tf.cast(ticket, tf.int64), *values],  # with an int32, TensorFlow would run it on the CPU
                     dtypes,
                     name="APSExchange",
                 )
@@ -285,8 +280,3 @@ def refuse_xla(who: str) -> None:
 def _op_label(name: str) -> str:
     """A name that TensorFlow accepts for an op."""
     return mpi_ops._normalize_name(name).lstrip("_")
-
-
-def _op_name(op: int) -> str:
-    names = {getattr(mpi_ops, name): name for name in ("Average", "Sum", "Adasum", "Min", "Max", "Product")}
-    return names.get(op, str(op))

@@ -159,7 +159,7 @@ def measure_links(clock: Clock, n_bytes: int) -> dict[str, float]:
     import torch
     from horovod.torch import mpi_ops
 
-    from horovod_aps.world import mpi_usable
+    from horovod_aps.frontends.world import mpi_usable
 
     size, rank = hvd.size(), hvd.rank()
     over_mpi = int(hvd.allreduce(torch.tensor([int(mpi_usable(mpi_ops._basics))]), op=hvd.Min, name="calibrate.mpi"))

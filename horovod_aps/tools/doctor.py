@@ -194,7 +194,7 @@ def check_gpu() -> Iterator[Finding]:
     else:
         from horovod_aps.kernels.cuda import CudaKernels
 
-        CudaKernels()._module()
+        CudaKernels().function("scan_kernel")
         yield Finding(GREEN, "gpu", f"{devices} GPU(s), CuPy {cupy}, kernels compiled")
 
 
@@ -295,7 +295,7 @@ def check_horovod(hvd: Any) -> Iterator[Finding]:
             "pip install mpi4py==4.1.2",
         )
     else:
-        from horovod_aps.world import mpi_usable
+        from horovod_aps.frontends.world import mpi_usable
 
         basics = importlib.import_module(f"{hvd.__name__}.mpi_ops")._basics
         if mpi_usable(basics):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,17 +12,19 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 from horovod.torch.compression import Compressor
 
-from horovod_aps.base import NO_INSTANCE, BaseCompressor, ExchangeKey
 from horovod_aps.engine.exchange import Exchange
 from horovod_aps.engine.layer import Layer
 from horovod_aps.errors import LostPeer
-from horovod_aps.kernels import DTYPES, CpuKernels
+from horovod_aps.frontends import checks
+from horovod_aps.frontends.compressor import BaseCompressor
+from horovod_aps.frontends.reducer import Reducer, ReducerKey
+from horovod_aps.frontends.tensors import DTYPE_CODES, with_tensors
+from horovod_aps.frontends.world import link, mpi_usable, process_set_of
+from horovod_aps.kernels import for_torch
+from horovod_aps.kernels.for_torch import on
 from horovod_aps.torch import seam
-from horovod_aps.torch.carrier import CarrierBatch
+from horovod_aps.torch.carrier import TorchCarrier
 from horovod_aps.torch.ticket import PRESENT, SPEAKS_MPI, Ticket, TicketOffice
-from horovod_aps.world import link, mpi_usable, process_set_of
-
-DTYPE_CODES = {getattr(torch, dtype.name): dtype.code for dtype in DTYPES}
 
 
 @dataclass(slots=True)
@@ -48,8 +49,7 @@ class _Batch:
     members: tuple[int, ...]
     device: torch.device
     world: Any
-    exchange: Exchange | None = None
-    carrier: CarrierBatch | None = None
+    reducer: Reducer
     ticket: Ticket = field(init=False)
     closed: bool = False
     group: list[Layer] | None = None
@@ -67,7 +67,6 @@ class APSCompressor(BaseCompressor, Compressor):
     def _start(self) -> None:
         super()._start()
         self._batches: dict[tuple[int, torch.device], _Batch] = {}
-        self._carriers: dict[int, CarrierBatch] = {}
         self._world: Any = None
         self._n_unnamed_groups = 0
         seam.register()
@@ -77,13 +76,13 @@ class APSCompressor(BaseCompressor, Compressor):
     def compress(self, tensor: torch.Tensor | None = None) -> tuple[torch.Tensor, _Context | None]:
         """Mark a floating-point tensor for the exchange; others are left to Horovod, as by its own compressors."""
         if tensor is None:  # it is `self`: the class was passed, as one passes hvd.Compression.fp16
-            raise TypeError(NO_INSTANCE)
+            raise TypeError(checks.NO_INSTANCE)
         if mpi_ops.size() == 1:
             return tensor, None
         if not tensor.dtype.is_floating_point:
             return seam.wire(tensor, self), None
         if tensor.dtype not in DTYPE_CODES:
-            raise TypeError(f"APSCompressor: tensors must be float32, float64, float16 or bfloat16, got {tensor.dtype}")
+            raise checks.wrong_dtype(tensor.dtype)
         staged = tensor.contiguous().resolve_neg()  # itself, unless its memory is not what it says
         wired = seam.wire(staged, self)
         context = wired.aps_context = _Context(tensor, staged)
@@ -112,9 +111,7 @@ class APSCompressor(BaseCompressor, Compressor):
 
     def state_dict(self) -> dict[str, Any]:
         """As of `BaseCompressor`, with the residuals as tensors, which `torch.load` takes without asking."""
-        state = super().state_dict()
-        residuals = {name: torch.as_tensor(values) for name, values in state["residuals"].items()}
-        return state | {"residuals": residuals}
+        return with_tensors(super().state_dict())
 
     # ---- The seam: tensors come in ------------------------------------------------------------------------
 
@@ -131,9 +128,7 @@ class APSCompressor(BaseCompressor, Compressor):
     ) -> int:
         """Take tensors that Horovod hands us, and return a handle that it can wait for. Never blocks."""
         if op not in (mpi_ops.Average, mpi_ops.Sum):
-            raise ValueError(
-                f"APSCompressor: op must be Average or Sum, got {_op_name(op)}; use hvd.Compression.none for it"
-            )
+            raise checks.wrong_op(op, mpi_ops)
         device = tensors[0].device
         if grouped:
             batch = self._new_batch(process_set_id, device, self._group_label(group))
@@ -165,9 +160,7 @@ class APSCompressor(BaseCompressor, Compressor):
         context: _Context = tensor.aps_context
         if name is None:
             if self._options.error_feedback:
-                raise ValueError(
-                    "APSCompressor: error_feedback must know a tensor from step to step; give hvd.allreduce a name"
-                )
+                raise checks.no_name()
             name = f"noname.{batch.n_unnamed}"
             batch.n_unnamed += 1
         staged = context.staged
@@ -184,13 +177,9 @@ class APSCompressor(BaseCompressor, Compressor):
             for layer in layers:
                 torch.mul(layer.keep.staged, layer.factor, out=layer.keep.result)
                 layer.done = True
-        elif batch.carrier is not None:
-            batch.carrier.submit(layers, batch.ticket)
         else:
-            assert batch.exchange is not None
-            with _on(batch.device):
-                for layer in layers:
-                    batch.exchange.submit(layer)
+            with on(batch.device):
+                batch.reducer.submit(*layers)
 
     def _open_batch(self, process_set_id: int, device: torch.device) -> _Batch:
         """The batch of single tensors that is open, or a new one."""
@@ -201,23 +190,22 @@ class APSCompressor(BaseCompressor, Compressor):
 
     def _new_batch(self, process_set_id: int, device: torch.device, group: str) -> _Batch:
         process_set = process_set_of(mpi_ops._basics, process_set_id)
+        reducer = self._reducer(process_set, device)
         world = mpi_ops._handle_map  # hvd.init() makes a new one
-        batch = _Batch(process_set_id, tuple(process_set.ranks), device, world)
-        if self._options.transport == "packed":
-            batch.exchange = self._exchange(process_set_id, batch.members, device)
-        else:
-            batch.carrier = self._carrier(process_set)
-        if group or batch.exchange is None:
+        batch = _Batch(process_set_id, tuple(process_set.ranks), device, world, reducer)
+        if group or not isinstance(reducer, Exchange):
             label = f"{self._name}.ticket.{process_set_id}.{device.type}{group or '.1'}"
             batch.ticket = _open_ticket(label, process_set_id, batch.members, self._options.transport == "packed")
         else:
-            assert isinstance(batch.exchange.tickets, TicketOffice)
-            batch.ticket = batch.exchange.tickets.open()
-        if batch.exchange is not None and batch.size > 1:
-            if batch.exchange.is_idle:  # else somebody has been seen to be there already, or is being waited for
-                batch.exchange.gate = _Gate()
-            if isinstance(batch.exchange.gate, _Gate):
-                batch.exchange.gate.add(partial(self._meet, batch.exchange, batch))
+            assert isinstance(reducer.tickets, TicketOffice)
+            batch.ticket = reducer.tickets.open()
+        if isinstance(reducer, TorchCarrier):
+            reducer.expect(batch.ticket)
+        elif isinstance(reducer, Exchange) and batch.size > 1:
+            if reducer.is_idle:  # else somebody has been seen to be there already, or is being waited for
+                reducer.gate = _Gate()
+            if isinstance(reducer.gate, _Gate):
+                reducer.gate.add(partial(self._meet, reducer, batch))
         return batch
 
     def _meet(self, exchange: Exchange, batch: _Batch) -> bool:
@@ -233,38 +221,33 @@ class APSCompressor(BaseCompressor, Compressor):
                     batch.members.index(mpi_ops.rank()),
                     batch.ticket.word(SPEAKS_MPI),
                     batch.ticket.addresses,
+                    self._options.why_flat or ("gradients are on a GPU" if batch.device.type == "cuda" else ""),
                 )
             )
         return True
 
-    def _carrier(self, process_set: Any) -> CarrierBatch:
-        known = self._carriers.get(process_set.process_set_id)
-        if known is not None and known.members == tuple(process_set.ranks) and known.options is self._options:
-            return known
-        new = CarrierBatch(
-            f"{self._name}.{process_set.process_set_id}", process_set, self._options, self._carrier_statistics
-        )
-        if known is not None and known.members == new.members:  # after set_format
-            new.step_number = known.step_number
-        self._carriers[process_set.process_set_id] = new
-        return new
-
-    def _exchange(self, process_set_id: int, members: tuple[int, ...], device: torch.device) -> Exchange:
+    def _reducer(self, process_set: Any, device: torch.device) -> Reducer:
+        """What reduces the tensors of a process set, made anew in a new world."""
         if self._world is not mpi_ops._handle_map:
             self._world = mpi_ops._handle_map
-            self._retire_exchanges()
-        key = ExchangeKey(process_set_id, str(device), members)
-        found = self._exchanges.get(key)
-        if found is None:
-            found = self._keep_exchange(
-                key, Exchange(_kernels_for(device), None, self._options, partial(_on, device), overlap=True)
-            )
-            found.any_thread = device.type == "cpu"
-            found.tickets = TicketOffice(
-                f"{self._name}.ticket.{process_set_id}.{device.type}",
-                partial(_open_ticket, process_set_id=process_set_id, members=members),
-            )
-        return found
+            self._retire_all()
+        packed = self._options.transport == "packed"
+        key = ReducerKey(process_set.process_set_id, str(device) if packed else "host", tuple(process_set.ranks))
+        found = self._reducers.get(key)
+        if found is not None:
+            return found
+        if packed:
+            return self._keep(key, self._new_exchange(key, device))
+        return self._keep(key, TorchCarrier(f"{self._name}.{key.process_set_id}", process_set, self._options))
+
+    def _new_exchange(self, key: ReducerKey, device: torch.device) -> Exchange:
+        new = Exchange(for_torch.kernels_for(device), None, self._options, partial(on, device), overlap=True)
+        new.any_thread = device.type == "cpu"
+        new.tickets = TicketOffice(
+            f"{self._name}.ticket.{key.process_set_id}.{device.type}",
+            partial(_open_ticket, process_set_id=key.process_set_id, members=key.members),
+        )
+        return new
 
     # ---- Results go out -----------------------------------------------------------------------------------
 
@@ -276,28 +259,26 @@ class APSCompressor(BaseCompressor, Compressor):
             mpi_ops.synchronize(batch.ticket.handle)
         batch.ticket.waited_for()
         if batch.closed and layer.done:
+            if isinstance(batch.reducer, Exchange):
+                batch.reducer.kernels.end()  # PyTorch's stream may be another one now
             return
         batch.closed = True
         if layer.error is not None:
             raise layer.error
         self._check(batch)
-        if batch.carrier is not None and not layer.done:
-            batch.carrier.flush([layer] if batch.group is None else batch.group)
-        if batch.exchange is not None and batch.size > 1:
-            batch.exchange.wait([layer] if batch.group is None else batch.group)
-            self._look_for_idle_overrides(batch.exchange)
+        if batch.size > 1:
+            batch.reducer.wait([layer] if batch.group is None else batch.group)
+            self._look_for_idle_overrides(batch.reducer)
 
     def _check(self, batch: _Batch) -> None:
         """Raise ValueError if not all ranks are there; then nothing of the batch has been sent."""
         try:
             batch.ticket.check()
         except ValueError:
-            if batch.carrier is not None:
-                batch.carrier.forget()
-            if batch.exchange is not None:
-                batch.exchange.forget()
-                if isinstance(batch.exchange.tickets, TicketOffice) and batch.group is None:
-                    batch.exchange.tickets.take_back()
+            batch.reducer.forget()
+            tickets = getattr(batch.reducer, "tickets", None)
+            if isinstance(tickets, TicketOffice) and batch.group is None:
+                tickets.take_back()
             raise
 
 
@@ -319,24 +300,3 @@ def _open_ticket(label: str, process_set_id: int, members: tuple[int, ...], pack
     return Ticket(
         label, process_set_id, members.index(mpi_ops.rank()), len(members), packed=packed, speaks_mpi=speaks_mpi
     )
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make `device` the current one while kernels are launched."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _kernels_for(device: torch.device) -> Any:
-    """The kernels that work where the gradients are."""
-    if device.type == "cpu":
-        return CpuKernels()
-    if device.type == "cuda":
-        from horovod_aps.kernels.cuda import CudaKernels
-
-        return CudaKernels(stream=lambda: torch.cuda.current_stream(device).cuda_stream)
-    raise TypeError(f"APSCompressor: tensors must be on a CPU or a CUDA device, got {device}")
-
-
-def _op_name(op: int) -> str:
-    names = {getattr(mpi_ops, name): name for name in ("Average", "Sum", "Adasum", "Min", "Max", "Product")}
-    return names.get(op, str(op))

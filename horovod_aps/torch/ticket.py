@@ -6,6 +6,7 @@ the others must know before they can talk to it; a rank in `hvd.join()` contribu
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -14,7 +15,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
-from horovod_aps.carrier import check_transports
+from horovod_aps.frontends.checks import check_present
 from horovod_aps.transports import sockets
 
 PRESENT, PACKED, SPEAKS_MPI, N_WORDS = range(4)
@@ -81,51 +82,52 @@ class Ticket:
 
     def check(self) -> None:
         """Raise ValueError, on all ranks, if not all of them are here and mean the same transport."""
-        n_present, n_packed = self.word(PRESENT), self.word(PACKED)
-        check_transports(n_packed, n_present)
-        if n_packed and n_present != self._size:
-            raise ValueError(
-                f"APSCompressor: {self._size - n_present} of {self._size} ranks are in hvd.join(), which "
-                f"only a plain all-reduce can go on without; use APSCompressor(..., "
-                f'transport="allreduce")'
-            )
+        check_present(self.word(PRESENT), self.word(PACKED), self._size)
 
 
 class TicketOffice:
     """The tickets of single tensors in one exchange, numbered; all ranks must open each number for it to be over.
 
     A rank opens one with the first tensor of a batch. A tensor that one rank hands in before, and another after results
-    were first taken, gets a ticket on the second only: it nudges the others, and those that hold tensors open one too.
+    were first taken, gets a ticket on the second only. Whatever ranks say has the number of their newest ticket, and
+    those that hold tensors open theirs up to it; a rank that may not say anything yet nudges the others.
     """
 
     def __init__(self, label: str, open_one: Callable[[str], Ticket]) -> None:
         self._label, self._open_one = label, open_one
-        self._number = 0
+        self._lock = threading.Lock()  # the progress thread opens some
+        self.number = 0
         self._newest: Ticket | None = None
         self._extra: list[Ticket] = []
         self._next_nudge = 0.0
 
     def open(self) -> Ticket:
         """The next ticket."""
+        with self._lock:
+            return self._open()
+
+    def _open(self) -> Ticket:
         self._extra = [ticket for ticket in self._extra if not ticket.clear()]
-        self._number += 1
-        self._newest = self._open_one(f"{self._label}.{self._number % N_LABELS}")
+        self.number += 1
+        self._newest = self._open_one(f"{self._label}.{self.number % N_LABELS}")
+        self._next_nudge = 0.0
         return self._newest
 
     def take_back(self) -> None:
         """The last one did not count: some ranks were not there."""
-        self._number -= 1
+        self.number -= 1
 
     def open_until(self, number: int) -> None:
-        while self._number < number:
-            self._extra.append(self.open())
+        with self._lock:
+            while self.number < number:
+                self._extra.append(self._open())
 
-    def overdue(self) -> int | None:
+    def overdue(self, asked: bool) -> bool:
         ticket, now = self._newest, time.monotonic()
-        if ticket is None or now < self._next_nudge or ticket.age < NUDGE_SECONDS:
-            return None
+        if ticket is None or now < self._next_nudge or (ticket.age < NUDGE_SECONDS and not asked):
+            return False
         self._next_nudge = now + NUDGE_SECONDS
         if ticket.is_over():
             self._newest = None
-            return None
-        return self._number
+            return False
+        return True

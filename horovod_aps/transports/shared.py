@@ -9,8 +9,12 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from horovod_aps.transports.base import Bytes, Request, Transport
+
+if TYPE_CHECKING:
+    from horovod_aps.transports.hosts import Hosts
 
 NAME_BYTES = 4
 
@@ -37,24 +41,28 @@ class Channel:
     """What one exchange sees of a shared transport."""
 
     def __init__(self, shared: SharedTransport, name: bytes) -> None:
-        self._shared, self._name = shared, name
+        self.shared, self._name = shared, name
         transport = shared.transport
         self.rank, self.size, self.memory = transport.rank, transport.size, transport.memory
 
+    @property
+    def hosts(self) -> Hosts | None:
+        return self.shared.transport.hosts
+
     def ready(self) -> bool:
-        return self._shared.transport.ready()
+        return self.shared.transport.ready()
 
     def post(self, message: bytes) -> None:
-        self._shared.transport.post(self._name + message)
+        self.shared.transport.post(self._name + message)
 
     def heard(self) -> list[tuple[int, bytes]]:
-        return self._shared.collect(self._name)
+        return self.shared.collect(self._name)
 
     def gone(self) -> set[int]:
-        return self._shared.transport.gone()
+        return self.shared.transport.gone()
 
     def transfer(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], tag: int) -> Request:
-        return self._shared.transport.transfer(outgoing, incoming, tag)
+        return self.shared.transport.transfer(outgoing, incoming, tag)
 
     def close(self) -> None:
         """Others may still use it."""

@@ -267,7 +267,7 @@ def test_ten_steps_trace_once_and_a_hundred_leak_nothing():
     before = resident_mb()
     for _ in range(100):
         reduce(x)
-    assert n_traces == 1 and len(compressor._exchanges) == 1
+    assert n_traces == 1 and len(compressor._reducers) == 1
     assert resident_mb() - before < 30  # each step makes 4 MB of results
 
 

@@ -98,7 +98,7 @@ def test_optimizer_gradients_equal_simulation():
         exact = gradients_of(model, lambda rank, step=step: loss_of(model, step, rank))
         order.clear()
         actual = reduced(model, optimizer, step)
-        plan = next(iter(next(iter(compressor._exchanges.values()))._plans.values()))
+        plan = next(iter(next(iter(compressor._reducers.values()))._plans.values()))
         in_order = [
             {spec.name.removeprefix("allreduce."): rank[spec.name.removeprefix("allreduce.")] for spec in plan.specs}
             for rank in exact
@@ -462,5 +462,5 @@ def test_nothing_is_left_behind():
         model(torch.ones(2, 30) * step).sum().backward()
         optimizer.step()
     assert not mpi_ops._handle_map
-    exchange = next(iter(compressor._exchanges.values()))
+    exchange = next(iter(compressor._reducers.values()))
     assert len(exchange._plans) == 1 and exchange.is_idle and not compressor._batches

@@ -16,10 +16,11 @@ import pytest
 import reference
 from exchange_oracle import assert_same_bits
 
-from horovod_aps.base import BaseCompressor, ExchangeKey
 from horovod_aps.engine.exchange import Exchange, local_allreduce
 from horovod_aps.engine.layer import Layer
 from horovod_aps.formats import FLOAT32, FloatFormat
+from horovod_aps.frontends.compressor import BaseCompressor
+from horovod_aps.frontends.reducer import ReducerKey
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.options import Options
 from horovod_aps.transports.local import LocalTransport
@@ -170,10 +171,10 @@ class Compressor(BaseCompressor):
 
     def join(self, transports: dict[str, LocalTransport]) -> None:
         for name, transport in transports.items():
-            self._keep_exchange(ExchangeKey(0, name, (0, 1)), Exchange(CpuKernels(), transport, self._options))
+            self._keep(ReducerKey(0, name, (0, 1)), Exchange(CpuKernels(), transport, self._options))
 
     def exchange(self, name: str) -> Exchange:
-        return self._exchanges[ExchangeKey(0, name, (0, 1))]
+        return self._reducers[ReducerKey(0, name, (0, 1))]
 
 
 def pair(names: list[str], **options: Any) -> list[Compressor]:

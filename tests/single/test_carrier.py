@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from horovod_aps.carrier import Place, carrier_place, exponent_word, fill_carrier
 from horovod_aps.engine.statistics import Statistics
 from horovod_aps.formats import FloatFormat
+from horovod_aps.frontends.carrier import Place, carrier_place, exponent_word, fill_carrier
 from horovod_aps.kernels import FLOAT16, FLOAT32, CpuKernels
 from horovod_aps.options import Options
 

@@ -54,7 +54,7 @@ def test_newcomer_goes_on_where_the_others_are(options, newcomer):
         step(before, seed)
     for rank, exchange in enumerate(after):
         if rank != newcomer:
-            exchange.inherit(before[rank])
+            exchange.load_state(before[rank].state())
     result = step(after, 5)
     assert {exchange.step_number for exchange in after} == {6}
     assert_same_bits(result, wanted)
@@ -67,7 +67,7 @@ def test_newcomer_while_formats_are_still_measured():
     for seed in range(2):
         step(before, seed)
     for rank in (0, 1):
-        after[rank].inherit(before[rank])
+        after[rank].load_state(before[rank].state())
     for seed in range(2, 7):
         step(after, seed)
     assert len({str(exchange.options.overrides) for exchange in after}) == 1

@@ -211,3 +211,46 @@ def test_layers_that_a_rank_lacks_stay_pending_and_come_later(size, sizes, known
     world.run({rank: second(rank) for rank in range(size)})
     world.check()
     assert all(exchanges[0].is_idle for exchanges in world.of_rank)
+
+
+class Counter:
+    """Tickets of one rank, as far as others must open them too; nobody is ever late enough for a nudge."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def open_until(self, number: int) -> None:
+        self.number = max(self.number, number)
+
+    def overdue(self, asked: bool) -> bool:
+        return False
+
+
+@given(st.integers(2, 4), st.integers(1, 4), SEEDS)
+@settings(max_examples=60, deadline=None)
+def test_ticket_of_a_late_layer_is_open_everywhere_when_the_layer_is_reduced(size, n_layers, seed):
+    """Horovod waits for it on the rank that was late, where the others may never hand in anything again."""
+    rng = random.Random(seed)
+    world = World(size, 1, rng)
+    counters = [Counter() for _ in range(size)]
+    for rank, counter in enumerate(counters):
+        world.of_rank[rank][0].tickets = counter
+    names = [f"layer{i}" for i in range(n_layers)]
+
+    def program(rank: int) -> Iterator[None]:
+        for _ in range(3):
+            counters[rank].number += 1
+            layers = [world.submit(rank, 0, name, 7) for name in ["first", *names] if rank > 0 or name != "layer0"]
+            yield from world.wait(rank, 0, layers[:1])
+            if rank == 0:
+                counters[rank].number += 1
+                layers.append(world.submit(rank, 0, "layer0", 7))
+            yield from world.wait(rank, 0, layers)
+            assert all(counter.number >= counters[0].number for counter in counters) or rank > 0
+            yield "step"  # type: ignore[misc]
+
+    programs = {rank: program(rank) for rank in range(size)}
+    for step in range(3):
+        world.run({rank: until_step(one) for rank, one in programs.items()})
+        world.check()
+        assert {counter.number for counter in counters} == {2 * step + 2}

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod_aps.engine.layout import (
-    EXPONENT_BYTES,
     MAX_LAYERS,
     PIECE,
     WORD,
@@ -50,9 +49,7 @@ def check(specs: list[LayerSpec], bucket: BucketLayout) -> None:
             assert segment["dtype"] == specs[layer].dtype
     assert all(np.all(counts == 1) for counts in seen.values())
     assert np.all(used <= 1), "segments overlap"
-    if bucket.n_shards > 1:
-        assert np.all(used == 1), "the message has holes"
-        return
+    assert np.all(bucket.shard_bytes % WORD == 0), "a shard must start where a GPU can load whole words"
     assert np.sum(used == 0) < WORD * len(bucket.segments) or used.size == 0
     assert np.all(bucket.segments["offset"] % WORD == 0) and used.size % WORD == 0
 
@@ -66,8 +63,6 @@ def test_parts_cover_the_bucket_in_order(sizes):
         assert [s.start for s in slices] == [0, *[s.stop for s in slices[:-1]]] and slices[-1].stop == end
     filled = [int(bucket.segments["n"][r].sum()) for r in rows]
     assert all(PIECE <= n < 3 * PIECE for n in filled[:-1]) and sum(filled) == sum(sizes)
-    counts = np.diff(bucket.shard_segments)
-    assert np.array_equal(np.diff(bucket.gather_bytes), np.diff(bucket.shard_bytes) + EXPONENT_BYTES * counts)
 
 
 formats = st.sampled_from(
@@ -89,19 +84,19 @@ def test_lay_out_bucket_balances_shards(n_shards, fmt):
     specs = [spec(i, n, fmt) for i, n in enumerate((1000, 7, 250, 3, 1, 64, 9999))]
     bucket = lay_out_bucket(specs, range(len(specs)), n_shards)
     share = bucket.shard_bytes[-1] / n_shards
-    assert np.all(np.abs(np.diff(bucket.shard_bytes) - share) <= 2 * fmt.bits + n_shards)
+    assert np.all(np.abs(np.diff(bucket.shard_bytes) - share) <= 2 * fmt.bits + n_shards + WORD * len(specs))
 
 
 def test_lay_out_bucket_three_elements_over_four_ranks():
     specs = [spec(0, 3)]
     bucket = lay_out_bucket(specs, [0], 4)
     check(specs, bucket)
-    assert len(bucket.segments) == 1 and bucket.shard_bytes[-1] == 3
+    assert len(bucket.segments) == 1 and bucket.shard_bytes[-1] == WORD
 
 
 def test_lay_out_bucket_of_nothing():
     bucket = lay_out_bucket([spec(0, 0)], [0], 3)
-    assert len(bucket.segments) == 0 and np.all(bucket.gather_bytes == 0)
+    assert len(bucket.segments) == 0 and np.all(bucket.shard_bytes == 0)
 
 
 def test_shard_tables_count_from_their_own_message():

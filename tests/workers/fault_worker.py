@@ -59,7 +59,7 @@ def main(phase: str, victim: int, directory: Path) -> None:
             before = [p.detach().clone() for p in model.parameters()]
             fatal = step == FATAL_STEP and hvd.rank() == victim
             if fatal:
-                for exchange in compressor._exchanges.values():
+                for exchange in compressor._reducers.values():
                     exchange.kernels = Trap(exchange.kernels, phase, directory)
             optimizer.zero_grad()
             if fatal and phase == "backward":

@@ -12,14 +12,28 @@ proof). That leaves 24 of float16's 40 binades.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from horovod_aps import __version__
 from horovod_aps.engine.agreement import digest_words
-from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO, FLOAT16, FLOAT32, SEGMENT, Bytes, Kernels, Table
+from horovod_aps.engine.layer import Layer
+from horovod_aps.engine.statistics import Statistics
+from horovod_aps.kernels import (
+    EXP_NONFINITE,
+    EXP_ZERO,
+    FLOAT16,
+    FLOAT32,
+    ITEM_SIZES,
+    SEGMENT,
+    Bytes,
+    CpuKernels,
+    Kernels,
+    Table,
+)
 from horovod_aps.options import Options
 
 WORD_OFFSET = 1 << 14  # exponent words are positive; 0 is a layer of zeros, or a rank that has joined
@@ -88,15 +102,6 @@ def check_option_words(shared: Sequence[int], options: Options) -> None:
         )
 
 
-def check_transports(n_packed: int, n_present: int) -> None:
-    """Raise ValueError, on all ranks, if they do not all have the same `transport`: they would wait for each other."""
-    if 0 < n_packed < n_present:
-        raise ValueError(
-            f'APSCompressor: option transport is "packed" on {n_packed} ranks and "allreduce" on '
-            f"{n_present - n_packed}; all ranks must use the same options"
-        )
-
-
 def fill_carrier(
     kernels: Kernels,
     data: int,
@@ -128,3 +133,78 @@ def fill_carrier(
 def back_scale(word: int, place: Place) -> tuple[int, bool]:
     """Power of two that undoes the carrier's scale, and whether the layer is finite."""
     return (word - WORD_OFFSET - place.top if 0 < word < WORD_NONFINITE else 0), word < WORD_NONFINITE
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a layer keeps from its exponent to its result, even if options change on the way."""
+
+    options: Options
+    place: Place
+
+
+class Carrier:
+    """A `Reducer` for transport="allreduce", but for `wait`, which every framework has its own of."""
+
+    chosen: dict[str, Any] | None = None
+
+    def __init__(self, options: Options, size: int, over_gloo: bool) -> None:
+        self._size, self._over_gloo = size, over_gloo
+        self.terms = Terms(options, carrier_place(options, size, over_gloo))
+        self.kernels = CpuKernels()
+        self.statistics = Statistics()
+        self.step_number = 0
+        self._waiting: list[Sequence[Layer]] = []  # what was handed in, by group
+
+    def submit(self, *layers: Layer) -> None:
+        """Note one tensor or group; nothing is sent before somebody waits."""
+        self._waiting.append(layers)
+
+    def forget(self) -> None:
+        """Drop what was submitted: not all ranks are there, or they mean something else."""
+        self._waiting = []
+
+    def change(self, changes: Mapping[str, Any]) -> None:
+        """Change options between steps."""
+        options = self.terms.options.replace(**changes)
+        self.terms = Terms(options, carrier_place(options, self._size, self._over_gloo))
+
+    @property
+    def way(self) -> str:
+        """Horovod's own."""
+        return "all-reduce"
+
+    def state(self) -> dict[str, Any]:
+        """Nothing but the position, from which stochastic rounding goes on."""
+        return {"step_number": self.step_number, "residuals": {}, "overrides": None, "auto": None}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a `state()`."""
+        self.step_number = state["step_number"]
+
+    def close(self) -> None:
+        """Nobody will use it again."""
+
+    def words(self, layers: Sequence[Layer], sources: Sequence[int]) -> list[int]:
+        """What this rank contributes to the MAX all-reduce for the layers at `sources`."""
+        options = self.terms.options
+        words = [
+            exponent_word(self.kernels, source, layer.n_elements, layer.dtype, options)
+            for layer, source in zip(layers, sources)
+        ]
+        return words + option_words(options, [layer.factor for layer in layers])
+
+    def fill(
+        self, terms: Terms, layer: Layer, source: int, values: int, word: int, seed: int | None, step_number: int
+    ) -> None:
+        """Round the layer at `source` into the array at `values`, and count it."""
+        options, place = terms.options, terms.place
+
+        def account(segment: Table, message: Bytes, exponent: int) -> None:
+            item_size = ITEM_SIZES[place.dtype]
+            self.statistics.add_carried(
+                layer.shown, self.kernels, segment, message, exponent, item_size, options, self._size, step_number
+            )
+
+        n = layer.n_elements
+        fill_carrier(self.kernels, source, n, layer.dtype, values, word, place, options, seed, account)

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from horovod.common.process_sets import ProcessSet
 
 from horovod_aps.log import trace
 from horovod_aps.transports.base import Transport
+from horovod_aps.transports.hosts import HostedTransport
 
 
 def mpi_usable(basics: Any) -> bool:
@@ -31,15 +31,24 @@ def mpi_usable(basics: Any) -> bool:
     )
 
 
-def process_set_of(basics: Any, process_set_id: int) -> ProcessSet:
-    """The process set with this id, its ranks filled in."""
+def process_set_of(basics: Any, process_set_id: int) -> Any:
+    """Horovod's process set with this id, its ranks filled in."""
+    from horovod.common.process_sets import ProcessSet
+
     process_set = ProcessSet(list(basics._get_process_set_ids_and_ranks()[process_set_id]))
     process_set.process_set_id = process_set_id
     return process_set
 
 
-def link(name: str, members: Sequence[int], rank: int, n_able: int, addresses: np.ndarray) -> Transport:
-    """Join the ranks of a process set: over MPI if every rank can talk it directly, else by connections of our own.
+def link(
+    name: str, members: Sequence[int], rank: int, n_able: int, addresses: np.ndarray, why_flat: str = ""
+) -> Transport:
+    """Join the ranks of a process set, which then find out who shares a host, unless `why_flat` says why not to."""
+    return HostedTransport(_link(name, members, rank, n_able, addresses), why_flat)
+
+
+def _link(name: str, members: Sequence[int], rank: int, n_able: int, addresses: np.ndarray) -> Transport:
+    """Over MPI if every rank can talk it directly, else by connections of our own.
 
     `rank` is this one's place among the members, `n_able` how many of them speak MPI, and `addresses` where they listen
     (`sockets.Listener.words`, summed over them). Never blocks. `name` is the same on all of them.

@@ -1,4 +1,4 @@
-"""What the compressors of all frameworks share: options, exchanges by process set, state and statistics."""
+"""What the compressors of all frameworks share: options, what reduces their tensors, state and statistics."""
 
 from __future__ import annotations
 
@@ -7,32 +7,22 @@ import itertools
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import numpy as np
 
 from horovod_aps.engine.exchange import Exchange
-from horovod_aps.engine.statistics import Statistics
 from horovod_aps.formats import FloatFormat
+from horovod_aps.frontends.reducer import Reducer, ReducerKey
 from horovod_aps.log import logger
 from horovod_aps.options import AUTO_CANDIDATES, Options
 
 _ids = itertools.count()
-NO_INSTANCE = "APSCompressor: compression must be an instance, not the class; write compression=APSCompressor(e=4, m=3)"
-
-
-class ExchangeKey(NamedTuple):
-    """What tells the exchanges of one compressor apart."""
-
-    process_set_id: int
-    place: str
-    """The device, or the call site, that the exchange is for."""
-    members: tuple[int, ...]
-    """Horovod uses the id of a removed process set again, for other ranks."""
+R = TypeVar("R", bound=Reducer)
 
 
 class BaseCompressor:
-    """Options, exchanges and their state; frontends add `compress`, `decompress` and their transport.
+    """Options, reducers and their state; frontends add `compress`, `decompress` and their transport.
 
     Pass an instance as `compression=` to Horovod. With two ranks every value is rounded once, with more of them
     twice; the sum is formed in float32. All ranks get the same bits. A layer in which any rank has NaN or Inf
@@ -58,6 +48,7 @@ class BaseCompressor:
         auto_error: float = 0.05,
         auto_candidates: Any = AUTO_CANDIDATES,
         transport: str = "packed",
+        hierarchy: str = "auto",
         scaling: bool = True,
         stats: bool = False,
     ) -> None:
@@ -84,6 +75,9 @@ class BaseCompressor:
             auto_candidates: the formats that "auto" chooses from.
             transport: "packed" is the APS exchange; "allreduce" sends rounded values as float16 through Horovod's
                 own all-reduce, twice the bytes, for `hvd.join()`; over Gloo as float32 if e is 5.
+            hierarchy: "two-level" adds up the gradients of a host's ranks in float32 first, through memory that they
+                share, so that a host sends what one rank would; "flat" has every rank talk to every other. "auto" takes
+                two levels where there are several hosts with the same number, more than one, of ranks.
             scaling: False leaves out APS, a fixed scale of 1: to see what it is good for.
             stats: measure underflow, error and exponents of every layer (one more pass over the gradients).
         """
@@ -103,6 +97,7 @@ class BaseCompressor:
             auto_error=auto_error,
             auto_candidates=tuple(auto_candidates),
             transport=transport,
+            hierarchy=hierarchy,
             scaling=scaling,
             stats=stats,
         )
@@ -111,43 +106,44 @@ class BaseCompressor:
     def _start(self) -> None:
         self._number = next(_ids)
         self._name = f"horovod_aps.{self._number}"
-        self._exchanges: dict[ExchangeKey, Exchange] = {}
-        self._retired: dict[ExchangeKey, Exchange] = {}
+        self._reducers: dict[ReducerKey, Reducer] = {}
+        self._retired: dict[ReducerKey, Reducer] = {}
         self._loaded: dict[str, Any] | None = None
         self._made_with = self._options
         self._changes: dict[str, Any] = {}  # by set_format, since then
-        self._carrier_statistics = Statistics()  # of transport="allreduce", which has no exchanges
         self._looked = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(e={self._options.e}, m={self._options.m})"
 
-    def _keep_exchange(self, key: ExchangeKey, exchange: Exchange) -> Exchange:
-        """Remember the exchange of one process set, with the state that was loaded, if any.
+    def _keep(self, key: ReducerKey, reducer: R) -> R:
+        """Remember what reduces the tensors of one process set, with the state that was loaded, if any.
 
-        An exchange of another world hands its residuals and position on; a state that was loaded before that
-        world began is older than these.
+        A reducer of another world hands its residuals and position on; a state that was loaded before that world began
+        is older than these.
         """
-        self._exchanges[key] = exchange
-        weakref.finalize(self, exchange.close)
+        self._reducers[key] = reducer
+        weakref.finalize(self, reducer.close)
         for old_key, old in list(self._retired.items()):
             if old_key.process_set_id == key.process_set_id and old_key.place == key.place:
-                exchange.inherit(old)
+                reducer.load_state(old.state())
+                reducer.statistics = old.statistics
                 del self._retired[old_key]
-                return exchange
+                return reducer
         if self._loaded is not None:
-            exchange.load_state(self._loaded)
-        return exchange
+            reducer.load_state(self._loaded)
+        return reducer
 
-    def _look_for_idle_overrides(self, exchange: Exchange | None) -> None:
+    def _look_for_idle_overrides(self, reducer: Reducer) -> None:
         """Warn, once, of patterns that no tensor's name matches, after steps in which all should have been there."""
-        if self._looked or exchange is None or exchange.step_number < 2:
+        if self._looked or not isinstance(reducer, Exchange) or reducer.step_number < 2:
             return
         self._looked = True
         overrides = self._options.overrides
-        if isinstance(overrides, str) or exchange.transport is None or exchange.transport.rank != 0:
+        if isinstance(overrides, str) or reducer.transport is None or reducer.transport.rank != 0:
             return
-        names = sorted({name for exchange in self._exchanges.values() for name in exchange.names()})
+        exchanges = [one for one in self._reducers.values() if isinstance(one, Exchange)]
+        names = sorted({name for exchange in exchanges for name in exchange.names()})
         idle = [pattern for pattern in overrides if not fnmatch.filter(names, pattern)]
         if idle:
             logger.warning(
@@ -158,13 +154,13 @@ class BaseCompressor:
                 ", ..." if len(names) > 5 else "",
             )
 
-    def _retire_exchanges(self) -> None:
-        """The world has changed, even if rank and size have not: every rank makes its exchanges anew."""
-        for key in list(self._exchanges):
-            self._retire_exchange(key)
+    def _retire_all(self) -> None:
+        """The world has changed, even if rank and size have not: every rank makes its reducers anew."""
+        for key in list(self._reducers):
+            self._retire(key)
 
-    def _retire_exchange(self, key: ExchangeKey) -> None:
-        self._retired[key] = self._exchanges.pop(key)
+    def _retire(self, key: ReducerKey) -> None:
+        self._retired[key] = self._reducers.pop(key)
         self._retired[key].forget()
         self._retired[key].close()
 
@@ -181,14 +177,15 @@ class BaseCompressor:
         changes: dict[str, Any] = {key: value for key, value in (("e", e), ("m", m)) if value is not None}
         if overrides is not None:
             changes["overrides"] = dict(overrides)
-        self._options = self._options.replace(**changes)
-        self._changes |= {name: getattr(self._options, name) for name in changes}
-        for exchange in self._exchanges.values():
-            exchange.change(changes)
+        options = self._options.replace(**changes)
+        for reducer in self._reducers.values():
+            reducer.change(changes)
+        self._options = options
+        self._changes |= {name: getattr(options, name) for name in changes}
 
     def chosen_overrides(self) -> dict[str, Any] | None:
         """What overrides="auto" has chosen, as a dict to paste back; None while it still measures, and without it."""
-        return self._merge(exchange.chosen for exchange in self._exchanges.values())
+        return self._merge(reducer.chosen for reducer in self._reducers.values())
 
     @staticmethod
     def _merge(parts: Iterable[dict[str, Any] | None]) -> dict[str, Any] | None:
@@ -197,13 +194,19 @@ class BaseCompressor:
         return {name: value for part in known for name, value in part.items()} if known else None
 
     def stats(self) -> dict[str, Any]:
-        """Bytes sent against fp32, their ratio, and per layer the exponent and, with stats=True, the errors."""
-        merged: dict[str, Any] = {"bytes_sent": 0.0, "bytes_fp32": 0.0, "ratio": None, "layers": {}}
-        for statistics in [*(exchange.statistics for exchange in self._exchanges.values()), self._carrier_statistics]:
-            part = statistics.as_dict()
+        """Bytes sent against fp32, their ratio, the way taken, and per layer the exponent and, if asked for, errors.
+
+        `bytes_sent` are this rank's. Where the ranks of a host send for each other (`hierarchy`), `bytes_fp32` is this
+        rank's share of what a ring all-reduce would send from the host.
+        """
+        merged: dict[str, Any] = {"bytes_sent": 0.0, "bytes_fp32": 0.0, "ratio": None, "hierarchy": None, "layers": {}}
+        for reducer in self._reducers.values():
+            part = reducer.statistics.as_dict()
             merged["bytes_sent"] += part["bytes_sent"]
             merged["bytes_fp32"] += part["bytes_fp32"]
             merged["layers"].update(part["layers"])
+        ways = {reducer.way for reducer in self._reducers.values()} - {""}
+        merged["hierarchy"] = ", ".join(sorted(ways)) or None
         if merged["bytes_fp32"]:
             merged["ratio"] = merged["bytes_sent"] / merged["bytes_fp32"]
         return merged
@@ -216,12 +219,12 @@ class BaseCompressor:
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals, schedule position and what `set_format` has set; each rank saves its own, for residuals differ."""
-        exchanges = [*self._retired.values(), *self._exchanges.values()]
+        reducers = [*self._retired.values(), *self._reducers.values()]
         changes = {"set_format": {name: _plain(value) for name, value in self._changes.items()}}
-        if not exchanges:
+        if not reducers:
             empty = {"step_number": 0, "residuals": {}, "overrides": None, "auto": None}
             return (self._loaded or empty) | changes
-        states = [exchange.state() for exchange in exchanges]
+        states = [reducer.state() for reducer in reducers]
         return {
             "step_number": max(state["step_number"] for state in states),
             **changes,
@@ -249,10 +252,10 @@ class BaseCompressor:
         if "set_format" in state:  # older states do not know
             self._changes = {name: _unplain(value) for name, value in state["set_format"].items()}
             self._options = self._made_with.replace(**self._changes)
-        for exchange in self._exchanges.values():
+        for reducer in self._reducers.values():
             if "set_format" in state:
-                exchange.change({name: getattr(self._options, name) for name in ("e", "m", "overrides")})
-            exchange.load_state(self._loaded)
+                reducer.change({name: getattr(self._options, name) for name in ("e", "m", "overrides")})
+            reducer.load_state(self._loaded)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy takes along options and state, never communicators."""

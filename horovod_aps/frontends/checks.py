@@ -1,0 +1,42 @@
+"""What all frontends refuse, in the same words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+NO_INSTANCE = "APSCompressor: compression must be an instance, not the class; write compression=APSCompressor(e=4, m=3)"
+
+
+def wrong_op(op: int, mpi_ops: Any) -> ValueError:
+    """For a reduction other than Average and Sum; `mpi_ops` has Horovod's names of them."""
+    names = {getattr(mpi_ops, name): name for name in ("Average", "Sum", "Adasum", "Min", "Max", "Product")}
+    return ValueError(
+        f"APSCompressor: op must be Average or Sum, got {names.get(op, op)}; use hvd.Compression.none for it"
+    )
+
+
+def wrong_dtype(dtype: Any) -> TypeError:
+    """For a floating-point tensor that no kernel knows."""
+    return TypeError(f"APSCompressor: tensors must be float32, float64, float16 or bfloat16, got {dtype}")
+
+
+def no_name() -> ValueError:
+    """For a tensor without a name that has a residual."""
+    return ValueError("APSCompressor: error_feedback must know a tensor from step to step; give hvd.allreduce a name")
+
+
+def check_present(n_present: int, n_packed: int, size: int) -> None:
+    """Raise ValueError, on all ranks, if they do not all have the same `transport`, or it needs ranks that are away.
+
+    How many are there and how many of them have transport="packed" is what ranks have said in a ticket.
+    """
+    if 0 < n_packed < n_present:
+        raise ValueError(
+            f'APSCompressor: option transport is "packed" on {n_packed} ranks and "allreduce" on '
+            f"{n_present - n_packed}; all ranks must use the same options"
+        )
+    if n_packed and n_present != size:
+        raise ValueError(
+            f"APSCompressor: {size - n_present} of {size} ranks are in hvd.join(), which only a plain all-reduce can "
+            f'go on without; use APSCompressor(..., transport="allreduce")'
+        )
