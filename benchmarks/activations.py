@@ -38,7 +38,7 @@ NAME = "activations"
 VARIANTS = ("plain", "auto", "checkpoint", "bf16")
 # pixels, batch
 SIZES = {"resnet18": (160, 16), "resnet50": (160, 16), "vgg16": (160, 8), "alexnet": (160, 16), "segnet": (160, 16)}
-EPOCHS = {"classification": 8, "segmentation": 16}
+EPOCHS = {"classification": 8, "segmentation": 8}
 WHAT = {"classification": "accuracy on CIFAR-10 in %", "segmentation": "mean IoU on CamVid in %"}
 STEPS = 18
 PARTS = ("speed", "memory", "accuracy")
