@@ -26,12 +26,16 @@ MAX_LINES = 60
 
 # Run without Horovod and with torch alone: what studies formats, predicts, and reduces among emulated ranks.
 ONLY_TORCH = """
-import importlib, pkgutil, sys
+import importlib, importlib.machinery, pkgutil, sys
 
 class Blocked:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in BLOCKED:
-            raise ModuleNotFoundError(f"{name} is blocked", name=name)
+            return importlib.machinery.ModuleSpec(name, self)
+    def create_module(self, spec):
+        raise ModuleNotFoundError(f"{spec.name} is blocked", name=spec.name)
+    def exec_module(self, module):
+        pass
 
 sys.meta_path.insert(0, Blocked())
 import horovod_aps
