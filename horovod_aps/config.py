@@ -4,6 +4,7 @@ HOROVOD_APS_NUM_THREADS   threads of one CPU kernel call, default 1 (a host runs
 HOROVOD_APS_AVX2          0 keeps the CPU kernels to the baseline instruction set, default 1
 HOROVOD_APS_LOG           debug, info, warning (default) or error; debug prints every phase of every exchange
 HOROVOD_APS_TIMELINE      trace.json makes every rank write its phases to trace.rank<r>.json, see `timeline`
+HOROVOD_APS_HOST          the host that this rank counts to in a two-level exchange, default by the machine's name
 """
 
 import os
@@ -14,6 +15,7 @@ VARIABLES = {
     "HOROVOD_APS_AVX2",
     "HOROVOD_APS_LOG",
     "HOROVOD_APS_TIMELINE",
+    "HOROVOD_APS_HOST",
     "HOROVOD_APS_BUILD_CACHE",
     "HOROVOD_APS_TEST_LOG",
 }  # the last two are for scripts/setup.sh and tests
@@ -76,6 +78,11 @@ def timeline_file() -> Path | None:
     if not path.parent.is_dir():
         raise ValueError(f"HOROVOD_APS_TIMELINE must be a file in a folder that exists, got {text!r}")
     return path.with_name(f"{path.stem}.rank{launcher_rank() or 0}{path.suffix or '.json'}")
+
+
+def host_name() -> str:
+    """The host that this rank counts to (HOROVOD_APS_HOST), or an empty text."""
+    return os.environ.get("HOROVOD_APS_HOST", "").strip()
 
 
 def launcher_rank() -> str | None:

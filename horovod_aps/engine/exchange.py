@@ -28,11 +28,11 @@ from horovod_aps.engine.flight import Flight, Job, Plan
 from horovod_aps.engine.layer import Layer
 from horovod_aps.engine.layout import LayerSpec
 from horovod_aps.engine.pool import Lease, Pool
-from horovod_aps.engine.reductions import ChooseReduction, reduction_for
-from horovod_aps.engine.reductions.base import N_TAGS, Work
+from horovod_aps.engine.reductions import ChooseReduction
+from horovod_aps.engine.reductions.base import N_TAGS, Reduction, Work
 from horovod_aps.engine.statistics import Statistics
 from horovod_aps.errors import LostPeer
-from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO
+from horovod_aps.kernels import EXP_ZERO
 from horovod_aps.log import logger, trace
 from horovod_aps.options import Options
 from horovod_aps.transports.base import Transport
@@ -41,6 +41,7 @@ MAX_PLANS = 64  # batches remembered; an older one is talked about anew when it 
 LOOK_SECONDS = 500e-6  # between looks from within backward
 MAX_FLYING = 256  # buckets on their way at the same time; looking at all of them takes time
 MAX_SERIAL = 4096  # after so many buckets tags are used again
+_NONE = np.zeros(0, np.int32)
 
 
 class Tickets(Protocol):
@@ -67,12 +68,12 @@ class Exchange:
         options: Options,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         overlap: bool = False,
-        choose_reduction: ChooseReduction = reduction_for,
+        choose_reduction: ChooseReduction | None = None,
     ) -> None:
         """Made without a transport if the ranks have not met yet; `context` is for whoever launches its kernels.
 
         With `overlap` buckets of a known batch start as soon as they are full, before anybody waits.
-        `choose_reduction` says how each bucket of a new plan is reduced, in the same way on all ranks.
+        `choose_reduction`, if given, says how each bucket of a new plan is reduced, in the same way on all ranks.
         """
         self.options = options
         self.kernels = kernels
@@ -131,6 +132,14 @@ class Exchange:
     def is_idle(self) -> bool:
         """Whether it holds nothing."""
         return not (self._pending or self._jobs or self._submitted or self._flight)
+
+    @property
+    def way(self) -> str:
+        """How gradients travel between hosts, for people; empty while that is not known."""
+        hosts = None if self.transport is None else self.transport.hosts
+        if hosts is None:
+            return ""
+        return f"flat ({hosts.why_flat})" if hosts.room is None else f"two-level ({hosts})"
 
     def close(self) -> None:
         """Nobody will use it again."""
@@ -515,11 +524,21 @@ class Exchange:
             self._talk(mine.waits, mine.whole)
             return
         names = agreement.settle(proposals)
+        self._check_hierarchy()
+        trace("way: %s", self.way)
         self._must_talk = False
         self._end_flight()
         if names:
             layers = [self._pending[name] for name in names]
             self._flight = Flight.of(self._remember(self._specs(layers)), layers)
+
+    def _check_hierarchy(self) -> None:
+        """Raise ValueError, on all ranks, if two levels are wanted and cannot be."""
+        assert self.transport is not None
+        hosts = self.transport.hosts
+        if self.options.hierarchy == "two-level" and (hosts is None or hosts.room is None):
+            why = "the ranks' hosts are not known" if hosts is None else hosts.why_flat
+            raise ValueError(f'APSCompressor: hierarchy="two-level" cannot be: {why}')
 
     def _catch_up(self, step_number: int, chosen: dict[str, Any] | None) -> None:
         """Go on where the most advanced rank is: this rank may have joined an elastic job just now."""
@@ -550,8 +569,7 @@ class Exchange:
         plan = self._plans[description] = Plan(
             specs,
             description,
-            self.transport.rank,
-            self.transport.size,
+            self.transport,
             self.options,
             self._is_warm(),
             self._choose_reduction,
@@ -601,16 +619,18 @@ class Exchange:
         index = len(flight.works)
         bucket, layers = flight.plan.buckets[index], flight.layers_of(index)
         phase = timeline.phases(self.step_number, index, len(layers))
+        lease, needs_exponents = Lease(self._pool), flight.plan.reductions[index].needs_exponents
         self.kernels.begin()
         work = Work(
-            self.kernels, self.transport, self.options, bucket, layers, Lease(self._pool), phase, self.step_number
+            self.kernels, self.transport, self.options, bucket, layers, lease, phase, self.step_number, self._residuals
         )
-        if self.options.error_feedback:
+        if needs_exponents and self.options.error_feedback:
             work.owned += self._residuals.fold(layers, work.table, bucket.layer_of_segment)
         if self._chooser is not None:
             self._chooser.observe(self.kernels, [layer.shown for layer in layers], work.table, bucket.layer_of_segment)
-        phase("APS_SCAN")
-        work.scanned = self.kernels.scan(work.table, stochastic=self.options.rounding == "stochastic")
+        if needs_exponents:
+            phase("APS_SCAN")
+            work.scanned = self.kernels.scan(work.table, stochastic=self.options.rounding == "stochastic")
         flight.works.append(work)
 
     def _send_headers(self, flight: Flight) -> bool:
@@ -619,8 +639,10 @@ class Exchange:
         moved = False
         while flight.is_scanning and flight.works[flight.n_said].scanned.done():
             index, work = flight.n_said, flight.works[flight.n_said]
-            exponents = np.full(len(work.layers), EXP_ZERO, np.int32)
-            np.maximum.at(exponents, work.bucket.layer_of_segment, work.table["exponent"])
+            exponents = _NONE
+            if flight.plan.reductions[index].needs_exponents:
+                exponents = np.full(len(work.layers), EXP_ZERO, np.int32)
+                np.maximum.at(exponents, work.bucket.layer_of_segment, work.table["exponent"])
             factors = factors_digest([layer.factor for layer in work.layers])
             header = Header(flight.plan.digest, factors, index, exponents).encode()
             work.phase("APS_EXPONENTS", len(header) * (self.transport.size - 1))
@@ -632,18 +654,17 @@ class Exchange:
     def _agree(self, shared: np.ndarray) -> None:
         """All ranks have sent the header of the next bucket: it goes on its way."""
         flight = self._flight
-        assert flight is not None
-        index, work = flight.n_agreed, flight.works[flight.n_agreed]
-        exponents = self._final_exponents(shared, [flight.plan.specs[i] for i in work.bucket.layers])
-        work.table["exponent"] = exponents[work.bucket.layer_of_segment]
-        work.layer_exponents, work.specs = exponents, [flight.plan.specs[i] for i in work.bucket.layers]
+        assert flight is not None and self.transport is not None
+        work, reduction = flight.works[flight.n_agreed], flight.plan.reductions[flight.n_agreed]
+        work.specs = [flight.plan.specs[i] for i in work.bucket.layers]
+        if reduction.needs_exponents:
+            work.scale(shared, self.transport.size)
         work.tag = N_TAGS * self._serial
         self._serial = (self._serial + 1) % MAX_SERIAL
         for layer in work.layers:
             del self._pending[layer.name]
         flight.n_agreed += 1
-        reduction = flight.plan.reductions[index]
-        self._count_bytes(work, reduction.bytes_sent())
+        self._count_bytes(work, reduction)
         self._jobs.append(Job(work, reduction.run(work)))
         if flight.is_agreed:
             self._flight = None
@@ -656,24 +677,14 @@ class Exchange:
         if self._chooser is not None and self.step_number >= self.options.auto_steps:
             self._choose()
 
-    def _final_exponents(self, shared: np.ndarray, specs: Sequence[LayerSpec]) -> np.ndarray:
-        """The exponents to encode with: as shared, or as the paper's low-precision sums need them."""
+    def _count_bytes(self, work: Work, reduction: Reduction) -> None:
+        """Count what leaves this rank, or its host where ranks of a host take turns to send for all of them."""
         assert self.transport is not None
-        exponents = shared.copy()
-        ordinary = (exponents != EXP_ZERO) & (exponents != EXP_NONFINITE)
-        if self.options.accumulate != "float32":  # partial sums of N values must not overflow
-            exponents[ordinary] += int(np.ceil(np.log2(self.transport.size)))
-        if not self.options.scaling:  # a fixed scale of 1: every format's own top exponent
-            tops = np.array([spec.format.top_exponent for spec in specs], np.int32)
-            exponents[ordinary] = tops[ordinary]
-        return exponents
-
-    def _count_bytes(self, work: Work, n_sent: float) -> None:
-        assert self.transport is not None
-        size = self.transport.size
+        size, n_near = self.transport.size, reduction.n_near
         n_elements = sum(spec.n_elements for spec in work.specs)
-        header = 4 * (11 + len(work.specs)) * (size - 1)
-        self.statistics.add_bytes(n_sent + header, 2 * (size - 1) / size * 4 * n_elements)
+        n_words = 11 + (len(work.specs) if reduction.needs_exponents else 0)
+        header = 4 * n_words * (size - n_near)
+        self.statistics.add_bytes(reduction.bytes_sent() + header, 2 * (size - 1) / size * 4 * n_elements / n_near)
 
     def _end_jobs(self) -> None:
         """Hand over the results of buckets that have come home."""
@@ -686,7 +697,7 @@ class Exchange:
             work.phase.end()
             work.lease.end()
             self.statistics.add_layers(
-                work.specs, work.layer_exponents, work.bucket.layer_of_segment, work.measured, work.histograms
+                work.specs, work.layer_exponents, work.measured_layers, work.measured, work.histograms
             )
             for layer in work.layers:
                 layer.done = True

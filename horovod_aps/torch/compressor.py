@@ -224,6 +224,7 @@ class APSCompressor(BaseCompressor, Compressor):
                     batch.members.index(mpi_ops.rank()),
                     batch.ticket.word(SPEAKS_MPI),
                     batch.ticket.addresses,
+                    self._options.why_flat or ("gradients are on a GPU" if batch.device.type == "cuda" else ""),
                 )
             )
         return True

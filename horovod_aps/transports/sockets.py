@@ -275,6 +275,7 @@ class SocketTransport:
     """Connections to the other ranks of a process set."""
 
     memory = "host"
+    hosts = None
 
     def __init__(self, rank: int, words: Sequence[int] | np.ndarray, name: bytes) -> None:
         """Join the ranks whose listeners' `words` these are; `name`, 16 bytes, is the same on all of them."""
