@@ -101,6 +101,8 @@ class Exchange:
         self.tickets: Tickets | None = None
         """Where the frontend asks other ranks to come, if it does."""
         self.transport: Transport | None = None
+        self.network: Transport | None = None
+        """The transport that it was given, without what brings messages of a device there."""
         if transport is not None:
             self.connect(transport)
 
@@ -122,9 +124,9 @@ class Exchange:
             self._drop_jobs()
             self._start_over()
             self._pending.update((layer.name, layer) for layer in held)
-            if self.transport is not None and self.transport is not transport:
+            if self.transport is not None and self.network is not transport:
                 self.transport.close()
-            self.transport = transport
+            self.network, self.transport = transport, self.kernels.reach(transport)
             self._rounds = Rounds(transport.rank, transport.size)
             self._serial = self._nudged = 0
 
@@ -136,10 +138,13 @@ class Exchange:
     @property
     def way(self) -> str:
         """How gradients travel between hosts, for people; empty while that is not known."""
-        hosts = None if self.transport is None else self.transport.hosts
-        if hosts is None:
+        if self.transport is None:
             return ""
-        return f"flat ({hosts.why_flat})" if hosts.room is None else f"two-level ({hosts})"
+        hosts, from_device = self.transport.hosts, getattr(self.transport, "way", "")
+        between = ""
+        if hosts is not None:
+            between = f"flat ({hosts.why_flat})" if hosts.room is None else f"two-level ({hosts})"
+        return ", ".join(filter(None, (between, from_device)))
 
     def close(self) -> None:
         """Nobody will use it again."""
@@ -362,6 +367,7 @@ class Exchange:
         if self._flight is not None:
             works += self._flight.works[self._flight.n_agreed :]
         if works:
+            self.kernels.drain()
             _abandoned.append(works)
             for work in works:
                 for layer in work.layers:
