@@ -18,14 +18,13 @@ from horovod_aps.errors import LostPeer
 from horovod_aps.frontends import checks
 from horovod_aps.frontends.compressor import BaseCompressor
 from horovod_aps.frontends.reducer import Reducer, ReducerKey
+from horovod_aps.frontends.tensors import DTYPE_CODES, with_tensors
 from horovod_aps.frontends.world import link, mpi_usable, process_set_of
-from horovod_aps.kernels import DTYPES, for_torch
+from horovod_aps.kernels import for_torch
 from horovod_aps.kernels.for_torch import on
 from horovod_aps.torch import seam
 from horovod_aps.torch.carrier import TorchCarrier
 from horovod_aps.torch.ticket import PRESENT, SPEAKS_MPI, Ticket, TicketOffice
-
-DTYPE_CODES = {getattr(torch, dtype.name): dtype.code for dtype in DTYPES}
 
 
 @dataclass(slots=True)
@@ -112,9 +111,7 @@ class APSCompressor(BaseCompressor, Compressor):
 
     def state_dict(self) -> dict[str, Any]:
         """As of `BaseCompressor`, with the residuals as tensors, which `torch.load` takes without asking."""
-        state = super().state_dict()
-        residuals = {name: torch.as_tensor(values) for name, values in state["residuals"].items()}
-        return state | {"residuals": residuals}
+        return with_tensors(super().state_dict())
 
     # ---- The seam: tensors come in ------------------------------------------------------------------------
 
