@@ -21,7 +21,9 @@ from horovod_aps.transports.local import LocalTransport
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "horovod_aps"
-FRONTENDS = ("torch", "tensorflow", "keras")  # that bring a framework's Horovod along
+FRONTENDS = ("torch", "tensorflow", "keras", "ddp", "fsdp")
+ON_HOROVOD = FRONTENDS[:3]
+FOR_TORCH = ("for_torch", "group", "tensors")  # modules of other rooms that need torch
 MAX_LINES = 60
 
 # Run without Horovod and with torch alone: what studies formats, predicts, and reduces among emulated ranks.
@@ -79,8 +81,8 @@ def test_no_function_is_longer_than_a_page(room):
 @pytest.mark.parametrize(
     ("blocked", "skipped", "more"),
     [
-        (("horovod", "tensorflow", "keras", "mpi4py"), FRONTENDS, EMULATE),
-        (("horovod", "torch", "tensorflow", "keras", "mpi4py"), (*FRONTENDS, "simulate", "for_torch"), ""),
+        (("horovod", "tensorflow", "keras", "mpi4py"), ON_HOROVOD, EMULATE),
+        (("horovod", "torch", "tensorflow", "keras", "mpi4py"), (*FRONTENDS, *FOR_TORCH, "simulate"), ""),
     ],
     ids=["only torch", "no torch"],
 )
@@ -121,7 +123,7 @@ def test_rooms_use_only_those_below_them(room, others):
     for path in (PACKAGE / room).rglob("*.py"):
         names = imported(path)
         assert not {name for name in names if name in above or name.startswith(tuple(f"{one}." for one in above))}, path
-        if room != "frontends" and path.name != "for_torch.py":
+        if room != "frontends" and path.stem not in FOR_TORCH:
             assert not {name for name in names if name.partition(".")[0] in ("horovod", "torch", "tensorflow")}, path
 
 
