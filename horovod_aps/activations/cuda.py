@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-OPTIONS = ("--std=c++14", "--fmad=false")
+from horovod_aps.kernels.nvrtc import load
+
 BLOCK, CHUNK_BLOCKS = 64, 64  # as in aps_activations.h
 HEADER = struct.Struct("<IB3xqfIq")
 MAGIC = 0x31415041
@@ -23,15 +24,11 @@ _CODES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 3}
 
 @functools.lru_cache(maxsize=16)
 def _kernel(name: str, device: int) -> Any:
-    """The compiled kernel; CuPy keeps modules per device, which is why the cache does too."""
+    """The compiled kernel of a device."""
     import cupy
 
-    from horovod_aps.kernels.cuda import source_folder
-
-    folder = source_folder()
     with cupy.cuda.Device(device):
-        code = (folder / "aps_activations.cu").read_text()
-        return cupy.RawModule(code=code, options=(*OPTIONS, f"-I{folder}")).get_function(name)
+        return load(cupy, "aps_activations.cu", device).get_function(name)
 
 
 def _launch(name: str, tensor: Tensor, n_blocks: int, *arguments: Any) -> None:

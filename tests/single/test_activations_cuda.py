@@ -6,32 +6,95 @@ import ctypes
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import cuda_standin  # noqa: E402
-
-from horovod_aps.activations import codec, cuda  # noqa: E402
-from horovod_aps.kernels.cuda import source_folder  # noqa: E402
+from horovod_aps.activations import codec, cuda
+from horovod_aps.kernels.nvrtc import OPTIONS, source_folder
 
 STREAM = 78
+# Blocks and threads one after the other: the kernels share nothing. Far fewer than asked for, so that they must stride.
+STAND_IN = r"""
+struct Dim { unsigned x = 0; };
+static Dim threadIdx, blockIdx, blockDim, gridDim;
+#define __global__
+SOURCE
+template <typename Kernel> static void launch(unsigned grid, unsigned block, Kernel kernel) {
+  gridDim.x = grid < 3 ? grid : 3;
+  blockDim.x = block < 8 ? block : 8;
+  for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x)
+    for (threadIdx.x = 0; threadIdx.x < blockDim.x; ++threadIdx.x) kernel();
+}
+extern "C" void run_activations_plan_kernel(unsigned g, unsigned b, const void* data, long long n, int dtype,
+                                            uint64_t eb, uint16_t* plans, int* sizes) {
+  launch(g, b, [=] { activations_plan_kernel(data, n, dtype, eb, plans, sizes); });
+}
+extern "C" void run_activations_write_kernel(unsigned g, unsigned b, const void* data, long long n, int dtype,
+                                             uint64_t eb, const uint16_t* plans, const long long* offsets,
+                                             const long long* tables, uint8_t* stream) {
+  launch(g, b, [=] { activations_write_kernel(data, n, dtype, eb, plans, offsets, tables, stream); });
+}
+extern "C" void run_activations_decode_kernel(unsigned g, unsigned b, const uint8_t* stream, const long long* tables,
+                                              long long n, int dtype, uint32_t bound, void* out, int* wrong) {
+  launch(g, b, [=] { activations_decode_kernel(stream, tables, n, dtype, bound, out, wrong); });
+}
+"""
+C_TYPES = {
+    np.uint64: ctypes.c_uint64,
+    np.int64: ctypes.c_longlong,
+    np.int32: ctypes.c_int,
+    np.uint32: ctypes.c_uint32,
+}
+
+
+class Module:
+    """As one that was compiled for a device: hands out kernels, here compiled by g++."""
+
+    def __init__(self, folder: Path) -> None:
+        code = (source_folder() / "aps_activations.cu").read_text()
+        (folder / "standin.cpp").write_text(STAND_IN.replace("SOURCE", code))
+        command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", f"-I{source_folder()}"]
+        command += [str(folder / "standin.cpp"), "-o", str(folder / "standin.so")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        self._library = ctypes.CDLL(str(folder / "standin.so"))
+
+    def get_function(self, name: str) -> Callable[..., None]:
+        def launch(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
+            typed = [C_TYPES[type(argument)](int(argument)) for argument in arguments]
+            getattr(self._library, f"run_{name}")(grid[0], block[0], *typed)
+
+        return launch
 
 
 @pytest.fixture(scope="module")
-def on_device():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "cupy", cuda_standin)
-        patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM))
-        cuda._kernel.cache_clear()
-        cuda_standin.cuda.entered.clear()
+def on_device(tmp_path_factory) -> Iterator[None]:
+    """The launchers run with host memory for the device's, on torch's current stream."""
+    module = Module(tmp_path_factory.mktemp("standin"))
+    entered = []
+
+    @contextmanager
+    def stream(ptr: int) -> Iterator[None]:
+        entered.append(ptr)
         yield
-        assert set(cuda_standin.cuda.entered) == {STREAM}
+
+    device = SimpleNamespace(Device=lambda index: nullcontext(), ExternalStream=stream)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=device))
+        patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM))
+        patch.setattr(cuda, "load", lambda cupy, source, index: module)
         cuda._kernel.cache_clear()
+        yield
+        cuda._kernel.cache_clear()
+    assert set(entered) == {STREAM}
 
 
 @pytest.mark.parametrize("dtype", list(codec.DTYPES), ids=str)
@@ -84,7 +147,7 @@ def test_source_compiles_with_nvrtc(architecture):
     program = ctypes.c_void_p()
     code = (source_folder() / "aps_activations.cu").read_bytes()
     assert library.nvrtcCreateProgram(ctypes.byref(program), code, b"aps_activations.cu", 0, None, None) == 0
-    options = [f"--gpu-architecture={architecture}", f"-I{source_folder()}", *cuda.OPTIONS]
+    options = [f"--gpu-architecture={architecture}", f"-I{source_folder()}", *OPTIONS]
     table = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
     status = library.nvrtcCompileProgram(program, len(options), table)
     size = ctypes.c_size_t()
