@@ -33,7 +33,7 @@ MPIRUN = ["mpirun", "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_
 LAUNCHES = [(kind, n_ranks) for n_ranks in (2, 3, 4, 5) for kind in ("mpi", "gloo")]
 LONG_WARM_UP = 0.3  # of a launch of random scenarios
 MAX_LONG_GROWTH = 0.02
-MIN_SCENARIOS = 60  # after the warm-up, for growth to count: every compressor must have met every scenario before
+MIN_LONG_SAMPLES = 6  # of the resident size, one after each scenario
 START = 300.0  # seconds for imports and hvd.init(), before the watchdog's patience counts
 GRACE = 15.0  # seconds between the stacks of a rank that hangs and its end: the other ranks' are wanted, too
 
@@ -209,7 +209,7 @@ def worker(args: argparse.Namespace) -> int:
             "scenarios": counts,
             "results": run.n_results,
             "error": error,
-            "growth": growth(samples) if len(samples) >= MIN_SCENARIOS else None,
+            "growth": growth(samples) if len(samples) >= MIN_LONG_SAMPLES else None,
             "resident_mb": round(resident_bytes() / 1e6, 1),
         },
     )
@@ -297,7 +297,9 @@ def long_faults(figures: dict[str, Any], code: int) -> list[str]:
     if not found and not all(rank["results"] for rank in ranks):
         found.append("a rank has compared nothing")
     for rank in ranks:
-        if rank["growth"] is not None and rank["growth"] >= MAX_LONG_GROWTH:
+        if rank["growth"] is None:
+            found.append(f"rank {rank['rank']}: too few scenarios to judge memory; take more --minutes")
+        elif rank["growth"] >= MAX_LONG_GROWTH:
             found.append(f"rank {rank['rank']}: resident size grew by {100 * rank['growth']:.2f} %")
     return found
 
