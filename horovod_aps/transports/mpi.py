@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from horovod_aps.errors import LostPeer
 from horovod_aps.transports.base import Bytes
+from horovod_aps.transports.farewell import FAREWELL, Farewells
 
 TAG_CONTROL, TAG_DATA = 0, 1
 MAX_TAG = 1 << 15  # what every MPI can count to
@@ -24,34 +24,16 @@ MAX_MESSAGE = 1 << 30  # bytes; MPI counts are int32
 # Between hosts in pieces that Open MPI sends at once. Of a longer message it sends the rest only when the receiver has
 # answered, and while Horovod's thread is in MPI as well, that answer waits behind the data of the other direction.
 MAX_EAGER = 60 << 10
-FAREWELL = b""  # the last control message of a rank
-FAREWELL_SECONDS = 10.0  # a rank that has failed must not wait long for those that wait for it
-
-_open: list[MpiTransport] = []  # all that are not closed
-_leaving: list[MpiTransport] = []  # closed here, and some other rank may still send
-_lock = threading.RLock()
 
 
-def _take_leave() -> None:
-    """Wait for the last exchanges of the others: Horovod ends MPI on all ranks as soon as the first one leaves."""
+def _is_over() -> bool:
     from mpi4py import MPI
 
-    if MPI.Is_finalized():
-        return
-    for transport in list(_open):
-        transport.close()
-    deadline = time.monotonic() + FAREWELL_SECONDS
-    while not MPI.Is_finalized() and _sweep() and time.monotonic() < deadline:
-        time.sleep(0.001)
+    return bool(MPI.Is_finalized())
 
 
-def _sweep() -> int:
-    """Free what every rank has left; returns how many are still waited for."""
-    with _lock:
-        for transport in list(_leaving):
-            if transport._has_left():
-                _leaving.remove(transport)
-        return len(_leaving)
+# Horovod ends MPI on all ranks as soon as the first one leaves, so the last exchanges of the others are waited for.
+farewells = Farewells(_is_over)
 
 
 class _MpiRequest:
@@ -88,13 +70,10 @@ class MpiTransport:
         self._left: set[int] = {self.rank}
         self._said_farewell = False
         self._error: BaseException | None = None
-        with _lock:
-            _sweep()
-            if not _open and not _leaving:
-                # Registered late, so that it comes before Horovod's own end.
-                atexit.unregister(_take_leave)
-                atexit.register(_take_leave)
-            _open.append(self)
+        farewells.opened(self)
+        if len(farewells) == 1:  # registered late, so that it comes before Horovod's own end
+            atexit.unregister(farewells.take_leave)
+            atexit.register(farewells.take_leave)
         self._thread: threading.Thread | None = threading.Thread(
             target=self._connect, args=(list(ranks), tag % MAX_TAG), name="horovod_aps connect", daemon=True
         )
@@ -167,13 +146,9 @@ class MpiTransport:
             raise LostPeer("Horovod has been shut down while an exchange was under way")
 
     def close(self) -> None:
-        # May be called by the garbage collector: nothing is sent here.
-        with _lock:
-            if self in _open:
-                _open.remove(self)
-                _leaving.append(self)
+        farewells.closed(self)
 
-    def _has_left(self) -> bool:
+    def has_left(self) -> bool:
         """Say farewell, if not done yet, and free the communicator once all others have."""
         if self._mpi.Is_finalized() or self._error is not None:
             return True

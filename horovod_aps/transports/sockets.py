@@ -24,22 +24,21 @@ import numpy as np
 
 from horovod_aps.errors import LostPeer
 from horovod_aps.transports.base import Bytes
+from horovod_aps.transports.farewell import FAREWELL, Farewells
 
 WORDS_PER_RANK = 3  # of int32: the address, the port and a part of the secret, the rest of the secret
 FRAME = struct.Struct("<QI")  # length, tag
 HELLO = struct.Struct("<6s16sI")  # the listener's secret, the transport's name, the caller's rank
 TAG_CONTROL, TAG_DATA = 0, 1
-FAREWELL = b""
-FAREWELL_SECONDS = 10.0
 CONNECT_SECONDS = 60.0
 MAX_PUMP = 8 << 20  # bytes of one connection in one go
 MAX_CONTROL = 1 << 28  # bytes of a control message, more than any that we send
 _REFUSED = {errno.ECONNREFUSED, errno.ECONNRESET, errno.ETIMEDOUT, errno.EHOSTUNREACH}
 MAX_HELLOS = 4096  # connections that may wait for their hello or their transport
 
-_open: list[SocketTransport] = []
-_leaving: list[SocketTransport] = []
-_lock = threading.RLock()
+_lock = threading.RLock()  # of the listener
+farewells = Farewells()
+atexit.register(farewells.take_leave)  # what was sent last must arrive before the connection is torn down
 
 
 def own_address() -> str:
@@ -292,9 +291,7 @@ class SocketTransport:
         self._selector = selectors.DefaultSelector()
         self._said_farewell = False
         self._lock = threading.RLock()
-        with _lock:
-            _sweep()
-            _open.append(self)
+        farewells.opened(self)
 
     def ready(self) -> bool:
         if len(self._peers) == self.size - 1:
@@ -391,12 +388,9 @@ class SocketTransport:
         return request
 
     def close(self) -> None:
-        with _lock:
-            if self in _open:
-                _open.remove(self)
-                _leaving.append(self)
+        farewells.closed(self)
 
-    def _has_left(self) -> bool:
+    def has_left(self) -> bool:
         """Say farewell, if not done yet, and close the connections once all others have."""
         with self._lock:
             if not self._said_farewell:
@@ -417,22 +411,3 @@ class SocketTransport:
                 call.close()
             self._selector.close()
             return True
-
-
-def _sweep() -> int:
-    """Close what every rank has left; returns how many are still waited for."""
-    with _lock:
-        for transport in list(_leaving):
-            if transport._has_left():
-                _leaving.remove(transport)
-        return len(_leaving)
-
-
-@atexit.register
-def _take_leave() -> None:
-    """Wait a little for the others: what was sent last must arrive before the connection is torn down."""
-    for transport in list(_open):
-        transport.close()
-    deadline = time.monotonic() + FAREWELL_SECONDS
-    while _sweep() and time.monotonic() < deadline:
-        time.sleep(0.001)

@@ -269,7 +269,7 @@ def test_dropped_compressors_give_their_connections_back():
     from horovod_aps.transports import mpi, sockets
 
     def n_links() -> int:
-        return sum(len(module._open) + len(module._leaving) for module in (mpi, sockets))
+        return sum(len(module.farewells) for module in (mpi, sockets))
 
     gc.collect()
     before = n_links()

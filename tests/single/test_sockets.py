@@ -47,8 +47,8 @@ def loopback(monkeypatch) -> Iterator[None]:
     for one in listeners.values():
         one._socket.close()
     listeners.clear()
-    sockets._open.clear()
-    sockets._leaving.clear()
+    sockets.farewells._open.clear()
+    sockets.farewells._closed.clear()
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -224,16 +224,16 @@ def test_close_takes_leave_and_leaves_nothing_open():
         for number, transport in enumerate(transports):
             transport.close()
             transport.close()
-            assert sockets._sweep() == number + 1 or number == 2
+            assert sockets.farewells.sweep() == number + 1 or number == 2
             if number < 2:
                 until(
                     lambda number=number, transports=transports: (
-                        sockets._sweep(),
+                        sockets.farewells.sweep(),
                         transports[2].heard(),
                         transports[2].gone() == set(range(number + 1)),
                     )[-1]
                 )
-        until(lambda: sockets._sweep() == 0)
+        until(lambda: sockets.farewells.sweep() == 0)
         assert n_open_files() == n_before
 
 
@@ -245,7 +245,7 @@ def test_close_delivers_what_was_sent_before():
     heard = []
 
     def move() -> bool:
-        sockets._sweep()
+        sockets.farewells.sweep()
         heard.extend(b.heard())
         return bool(heard) and b.gone() == {0}
 
@@ -258,7 +258,7 @@ def test_close_before_anyone_has_come_leaves_nothing_open():
     n_before = n_open_files()
     for transport in world(2, connect=False):
         transport.close()
-    until(lambda: sockets._sweep() == 0)
+    until(lambda: sockets.farewells.sweep() == 0)
     del transport
     assert n_open_files() == n_before
 
