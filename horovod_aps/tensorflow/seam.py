@@ -240,7 +240,7 @@ def _exchange(call: engine.Call, values: list[tf.Tensor]) -> list[tf.Tensor]:
             postscale_factor=1.0,
             ignore_name_scope=False,
             process_set_id=call.process_set_id,
-            name=_op_label(f"{call.stem}_ticket"),
+            name=_op_label(call.stock_name),
         )
     gpu = devices.gpu_for_graph(values)
     dtypes = [value.dtype for value in values]
