@@ -365,6 +365,21 @@ int64_t aps_measure_segments(ApsSegment* s, int64_t n_segs, const uint8_t* messa
     return 0;
 }
 
+// Flags in memory that processes share: whoever sees the value also sees what was written before it was set.
+int64_t aps_set_flag(int64_t* flag, int64_t value) {
+    __atomic_store_n(flag, value, __ATOMIC_RELEASE);
+    return 0;
+}
+
+int64_t aps_least_flag(const int64_t* first, int64_t n, int64_t stride) {
+    int64_t least = INT64_MAX;
+    for (int64_t i = 0; i < n; ++i) {
+        int64_t value = __atomic_load_n((const int64_t*)((const char*)first + i * stride), __ATOMIC_ACQUIRE);
+        least = value < least ? value : least;
+    }
+    return least;
+}
+
 // Arrays in the format's own domain, no scaling; index i of the array is the position in the random stream of uid 0.
 static ApsSegment array_segment(int64_t n, int e, int m, int specials, int dtype) {
     ApsSegment s;

@@ -196,6 +196,37 @@ APS_FN uint64_t aps_convert(uint64_t bits, int from, int to) {
     if (p.kind != APS_KIND_FINITE) return aps_special(p.sign, p.kind, to);
     return aps_join(p.sign, p.sig, p.exp, to);
 }
+// A NaN as aps_convert makes it: quiet, with its sign.
+APS_FN uint32_t aps_quiet(uint32_t bits) {
+    return (bits & 0x7fffffffu) > 0x7f800000u ? (bits & 0x80000000u) | 0x7fc00000u : bits;
+}
+// float16 and bfloat16 to float32 and back, as aps_convert, in 32 bits.
+APS_FN uint32_t aps_widen(uint32_t bits, int dtype) {
+    uint32_t sign = (bits & 0x8000u) << 16, mag = bits & 0x7fffu, wide;
+    if (dtype == APS_BF16) {
+        wide = mag > 0x7f80u ? 0x7fc00000u : mag << 16;
+    } else if (mag >= 0x7c00u) {
+        wide = mag > 0x7c00u ? 0x7fc00000u : 0x7f800000u;
+    } else if (mag >= 0x0400u) {
+        wide = (mag << 13) + (112u << 23);
+    } else {
+        wide = aps_bits((float)(int)mag * 5.9604644775390625e-8f);  // 2^-24
+    }
+    return wide | sign;
+}
+APS_FN uint32_t aps_narrow(uint32_t bits, int dtype) {
+    uint32_t sign = bits >> 16 & 0x8000u, mag = bits & 0x7fffffffu, code;
+    if (dtype == APS_BF16) {
+        code = mag > 0x7f800000u ? 0x7fc0u : (mag + 0x7fffu + (mag >> 16 & 1u)) >> 16;
+    } else if (mag >= 0x47800000u) {
+        code = mag > 0x7f800000u ? 0x7e00u : 0x7c00u;
+    } else if (mag >= 0x38800000u) {
+        code = (mag - (112u << 23) + 0xfffu + (mag >> 13 & 1u)) >> 13;
+    } else {  // the last place of 0.5 is that of float16's subnormal numbers
+        code = aps_bits(aps_float(mag) + 0.5f) - 0x3f000000u;
+    }
+    return code | sign;
+}
 APS_FN double aps_to_double(uint64_t bits, int dtype) { return aps_double(aps_convert(bits, dtype, APS_F64)); }
 
 // ---------------------------------------------------------------------------------------------- random bits

@@ -4,6 +4,7 @@ HOROVOD_APS_NUM_THREADS   threads of one CPU kernel call, default 1 (a host runs
 HOROVOD_APS_AVX2          0 keeps the CPU kernels to the baseline instruction set, default 1
 HOROVOD_APS_LOG           debug, info, warning (default) or error; debug prints every phase of every exchange
 HOROVOD_APS_TIMELINE      trace.json makes every rank write its phases to trace.rank<r>.json, see `timeline`
+HOROVOD_APS_HOST          the host that this rank counts to in a two-level exchange, default by the machine's name
 """
 
 import os
@@ -14,6 +15,7 @@ VARIABLES = {
     "HOROVOD_APS_AVX2",
     "HOROVOD_APS_LOG",
     "HOROVOD_APS_TIMELINE",
+    "HOROVOD_APS_HOST",
     "HOROVOD_APS_BUILD_CACHE",
     "HOROVOD_APS_TEST_LOG",
 }  # the last two are for scripts/setup.sh and tests
@@ -22,6 +24,7 @@ VARIABLES = {
 # SLURM_STEP_NUM_TASKS that only srun sets. A bare PMIX_RANK is from a launcher that tells no size.
 LAUNCHERS = (
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
+    ("RANK", "WORLD_SIZE"),  # torchrun
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
@@ -76,6 +79,43 @@ def timeline_file() -> Path | None:
     if not path.parent.is_dir():
         raise ValueError(f"HOROVOD_APS_TIMELINE must be a file in a folder that exists, got {text!r}")
     return path.with_name(f"{path.stem}.rank{launcher_rank() or 0}{path.suffix or '.json'}")
+
+
+def host_name() -> str:
+    """The host that this rank counts to (HOROVOD_APS_HOST), or an empty text."""
+    return os.environ.get("HOROVOD_APS_HOST", "").strip()
+
+
+def network_interfaces() -> list[str]:
+    """The interfaces that Horovod's Gloo, or else PyTorch's, was told to use."""
+    for name in ("HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME"):
+        if text := os.environ.get(name, "").strip():
+            return [part.strip() for part in text.split(",")]
+    return []
+
+
+def meeting_address() -> str:
+    """The host at which ranks meet: of Horovod's Gloo or of torch.distributed; empty if nobody says."""
+    horovod = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "").strip()
+    return horovod or os.environ.get("MASTER_ADDR", "").strip()
+
+
+def is_on_one_host() -> bool:
+    """Whether the launcher says that all ranks are on this host, or that the meeting's address is right for it."""
+    if os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "").strip():
+        return True
+    size = os.environ.get("WORLD_SIZE", "")
+    return bool(size) and size == os.environ.get("LOCAL_WORLD_SIZE")
+
+
+def mpi_size() -> int:
+    """How many ranks MPI's launcher has started directly; 0 if it was not MPI's, or torchrun came in between."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return 0
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if os.environ.get(name, "").isdecimal():
+            return int(os.environ[name])
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS", "0")) if "PMIX_RANK" in os.environ else 0
 
 
 def launcher_rank() -> str | None:

@@ -3,3 +3,11 @@
 
 class LostPeer(RuntimeError):
     """Another rank has gone, or Horovod has been shut down: what elastic jobs recover from."""
+
+
+def not_ours(rank: int, n_bytes: int) -> ValueError:
+    """Another rank speaks another language."""
+    return ValueError(
+        f"APSCompressor: rank {rank} has sent {n_bytes} bytes that are not of horovod_aps; "
+        f"check that all ranks run the same program and version"
+    )

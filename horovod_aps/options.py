@@ -19,6 +19,7 @@ from horovod_aps.formats import FLOAT32, FloatFormat, Format, parse
 ROUNDINGS = ("nearest", "stochastic")
 ACCUMULATIONS = ("float32", "format", "kahan")
 TRANSPORTS = ("packed", "allreduce")
+HIERARCHIES = ("auto", "flat", "two-level")
 AUTO_CANDIDATES = ((3, 0), (3, 2), (4, 3), (5, 2), (5, 10), "float32")
 
 
@@ -76,6 +77,7 @@ class Options:
     auto_error: float = 0.05
     auto_candidates: tuple[Any, ...] = AUTO_CANDIDATES
     transport: str = "packed"
+    hierarchy: str = "auto"
     scaling: bool = True
     stats: bool = False
 
@@ -86,6 +88,7 @@ class Options:
         _check_choice("rounding", self.rounding, ROUNDINGS)
         _check_choice("accumulate", self.accumulate, ACCUMULATIONS)
         _check_choice("transport", self.transport, TRANSPORTS)
+        _check_choice("hierarchy", self.hierarchy, HIERARCHIES)
         for name, low in (("seed", 0), ("min_elements", 0), ("warmup_steps", 0), ("auto_steps", 1)):
             _check_int(name, getattr(self, name), low)
         for name in ("error_feedback", "scaling", "stats"):
@@ -164,6 +167,11 @@ class Options:
                 if fnmatch.fnmatchcase(name, pattern):
                     return as_format(value, self.specials, "APSCompressor: overrides")
         return FLOAT32 if n_elements < self.min_elements else self.default_format
+
+    @property
+    def why_flat(self) -> str:
+        """Why no rank should look for others on its host; empty if it should."""
+        return 'hierarchy is "flat"' if self.hierarchy == "flat" else ""
 
     def replace(self, **changes: Any) -> Options:
         """A checked copy with some options changed."""

@@ -74,7 +74,9 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$want" ]; then
         "${PIP[@]}" -r requirements.txt
     # tf-keras asks for the `tensorflow` package, which would land on top of tensorflow-cpu, and torchvision's wheel for
     # the CUDA build of torch; the examples use none of its compiled operators.
-    run_logged no-deps "a network to the Python package index" "${PIP[@]}" --no-deps tf-keras torchvision
+    # Of CUDA's compiler only ptxas is needed, by the tests of the kernels.
+    run_logged no-deps "a network to the Python package index" \
+        "${PIP[@]}" --no-deps tf-keras torchvision nvidia-cuda-nvcc
     echo "$want" >"$stamp"
 fi
 packages=$("$PY" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')

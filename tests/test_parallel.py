@@ -53,6 +53,8 @@ def launcher(kind: str, n_ranks: int) -> list[str]:
             "-np",
             str(n_ranks),
         ]
+    if kind == "torchrun":
+        return [str(HOROVODRUN.with_name("torchrun")), "--nproc-per-node", str(n_ranks), "--no-python"]
     command = [str(HOROVODRUN), "--gloo" if kind == "gloo" else "--mpi", "-np", str(n_ranks)]
     if kind == "horovodrun-mpi":
         command += ["--mpi-args=--oversubscribe --bind-to none"]

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from horovod_aps.errors import not_ours
+
 HEADER, TALK, CHOICE, NUDGE = 1, 2, 3, 4
 _FRONT = struct.Struct("<BxxxIII")  # what it is, epoch, round, ticket of the rank that speaks
 _IDENTITY = struct.Struct("<16s8sI")  # digest of the plan, digest of the factors, bucket
@@ -80,10 +82,7 @@ class Rounds:
     def hear(self, rank: int, message: bytes) -> int:
         """Note what another rank has said; the number of its newest ticket, ValueError if no rank says so."""
         if len(message) < _FRONT.size:
-            raise ValueError(
-                f"APSCompressor: rank {rank} has sent {len(message)} bytes that are not of horovod_aps; "
-                f"check that all ranks run the same program and version"
-            )
+            raise not_ours(rank, len(message))
         kind, epoch, number, ticket = _FRONT.unpack_from(message)
         if kind != NUDGE and epoch >= self.epoch:  # what was said before an epoch ended is void
             self._heard.setdefault((epoch, number), {})[rank] = (kind, message[_FRONT.size :])

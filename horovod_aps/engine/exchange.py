@@ -28,11 +28,11 @@ from horovod_aps.engine.flight import Flight, Job, Plan
 from horovod_aps.engine.layer import Layer
 from horovod_aps.engine.layout import LayerSpec
 from horovod_aps.engine.pool import Lease, Pool
-from horovod_aps.engine.reductions import ChooseReduction, reduction_for
-from horovod_aps.engine.reductions.base import N_TAGS, Work
+from horovod_aps.engine.reductions import ChooseReduction
+from horovod_aps.engine.reductions.base import N_TAGS, Reduction, Work
 from horovod_aps.engine.statistics import Statistics
 from horovod_aps.errors import LostPeer
-from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO
+from horovod_aps.kernels import EXP_ZERO
 from horovod_aps.log import logger, trace
 from horovod_aps.options import Options
 from horovod_aps.transports.base import Transport
@@ -41,6 +41,7 @@ MAX_PLANS = 64  # batches remembered; an older one is talked about anew when it 
 LOOK_SECONDS = 500e-6  # between looks from within backward
 MAX_FLYING = 256  # buckets on their way at the same time; looking at all of them takes time
 MAX_SERIAL = 4096  # after so many buckets tags are used again
+_NONE = np.zeros(0, np.int32)
 
 
 class Tickets(Protocol):
@@ -67,12 +68,12 @@ class Exchange:
         options: Options,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         overlap: bool = False,
-        choose_reduction: ChooseReduction = reduction_for,
+        choose_reduction: ChooseReduction | None = None,
     ) -> None:
         """Made without a transport if the ranks have not met yet; `context` is for whoever launches its kernels.
 
         With `overlap` buckets of a known batch start as soon as they are full, before anybody waits.
-        `choose_reduction` says how each bucket of a new plan is reduced, in the same way on all ranks.
+        `choose_reduction`, if given, says how each bucket of a new plan is reduced, in the same way on all ranks.
         """
         self.options = options
         self.kernels = kernels
@@ -84,6 +85,8 @@ class Exchange:
         """If set, nothing new starts before it returns True; for a frontend that first asks who is there."""
         self.any_thread = True
         """Whether the progress thread may launch its kernels."""
+        self.self_driven = False
+        """Whether its frontend moves it on, in a thread of its own, and nobody else may."""
         self._is_auto = options.overrides == "auto"
         self._chooser = AutoChooser(options) if self._is_auto else None
         self._residuals = Residuals(kernels)
@@ -100,6 +103,8 @@ class Exchange:
         self.tickets: Tickets | None = None
         """Where the frontend asks other ranks to come, if it does."""
         self.transport: Transport | None = None
+        self.network: Transport | None = None
+        """The transport that it was given, without what brings messages of a device there."""
         if transport is not None:
             self.connect(transport)
 
@@ -121,9 +126,9 @@ class Exchange:
             self._drop_jobs()
             self._start_over()
             self._pending.update((layer.name, layer) for layer in held)
-            if self.transport is not None and self.transport is not transport:
+            if self.transport is not None and self.network is not transport:
                 self.transport.close()
-            self.transport = transport
+            self.network, self.transport = transport, self.kernels.reach(transport)
             self._rounds = Rounds(transport.rank, transport.size)
             self._serial = self._nudged = 0
 
@@ -131,6 +136,17 @@ class Exchange:
     def is_idle(self) -> bool:
         """Whether it holds nothing."""
         return not (self._pending or self._jobs or self._submitted or self._flight)
+
+    @property
+    def way(self) -> str:
+        """How gradients travel between hosts, for people; empty while that is not known."""
+        if self.transport is None:
+            return ""
+        hosts, from_device = self.transport.hosts, getattr(self.transport, "way", "")
+        between = ""
+        if hosts is not None:
+            between = f"flat ({hosts.why_flat})" if hosts.room is None else f"two-level ({hosts})"
+        return ", ".join(filter(None, (between, from_device)))
 
     def close(self) -> None:
         """Nobody will use it again."""
@@ -143,6 +159,8 @@ class Exchange:
     def submit(self, *layers: Layer) -> None:
         """Hand in gradients; full buckets of a known batch start on their way at once. Never blocks."""
         self._submitted.extend(layers)
+        if self.self_driven:
+            return
         if self._lock.acquire(blocking=False):
             try:
                 full = self._take_in()
@@ -184,6 +202,22 @@ class Exchange:
         if self.transport is not None and (self._flight is not None or self._jobs):
             self._advance()
             self._next_look = time.perf_counter() + LOOK_SECONDS
+
+    def look(self) -> bool:
+        """Move on what is on its way and start what may start; True if anything moved. For a frontend's own thread."""
+        with self._lock:
+            return self._move_on()
+
+    @property
+    def is_travelling(self) -> bool:
+        """Whether it waits for the network rather than for its frontend."""
+        return self.transport is None or bool(self._jobs) or not self._rounds.answered
+
+    def forget_plans(self) -> None:
+        """Talk about the next batch anew, in the order in which it comes; between batches, on all ranks alike."""
+        with self._lock:
+            self._plans.clear()
+            self._plan_of.clear()
 
     def wait(self, layers: Sequence[Layer] | None = None) -> None:
         """Until these layers have their results; all that was submitted if None.
@@ -228,10 +262,10 @@ class Exchange:
     def _end_wait(self) -> None:
         if not (self._jobs or self._pending or self._choosing):
             progress.remove(self)
-            if self._submitted:  # in this very moment, by another thread
-                progress.add(self)
-            else:
+            if not self._submitted:
                 self._load_now()
+            elif not self.self_driven:  # in this very moment, by another thread
+                progress.add(self)
 
     def drive(self, impatient: bool, launch: bool = True) -> bool:
         """Move on while somebody waits for another exchange; answers ranks that wait for this one.
@@ -353,6 +387,7 @@ class Exchange:
         if self._flight is not None:
             works += self._flight.works[self._flight.n_agreed :]
         if works:
+            self.kernels.drain()
             _abandoned.append(works)
             for work in works:
                 for layer in work.layers:
@@ -515,11 +550,21 @@ class Exchange:
             self._talk(mine.waits, mine.whole)
             return
         names = agreement.settle(proposals)
+        self._check_hierarchy()
+        trace("way: %s", self.way)
         self._must_talk = False
         self._end_flight()
         if names:
             layers = [self._pending[name] for name in names]
             self._flight = Flight.of(self._remember(self._specs(layers)), layers)
+
+    def _check_hierarchy(self) -> None:
+        """Raise ValueError, on all ranks, if two levels are wanted and cannot be."""
+        assert self.transport is not None
+        hosts = self.transport.hosts
+        if self.options.hierarchy == "two-level" and (hosts is None or hosts.room is None):
+            why = "the ranks' hosts are not known" if hosts is None else hosts.why_flat
+            raise ValueError(f'APSCompressor: hierarchy="two-level" cannot be: {why}')
 
     def _catch_up(self, step_number: int, chosen: dict[str, Any] | None) -> None:
         """Go on where the most advanced rank is: this rank may have joined an elastic job just now."""
@@ -550,8 +595,7 @@ class Exchange:
         plan = self._plans[description] = Plan(
             specs,
             description,
-            self.transport.rank,
-            self.transport.size,
+            self.transport,
             self.options,
             self._is_warm(),
             self._choose_reduction,
@@ -601,16 +645,18 @@ class Exchange:
         index = len(flight.works)
         bucket, layers = flight.plan.buckets[index], flight.layers_of(index)
         phase = timeline.phases(self.step_number, index, len(layers))
+        lease, needs_exponents = Lease(self._pool), flight.plan.reductions[index].needs_exponents
         self.kernels.begin()
         work = Work(
-            self.kernels, self.transport, self.options, bucket, layers, Lease(self._pool), phase, self.step_number
+            self.kernels, self.transport, self.options, bucket, layers, lease, phase, self.step_number, self._residuals
         )
-        if self.options.error_feedback:
+        if needs_exponents and self.options.error_feedback:
             work.owned += self._residuals.fold(layers, work.table, bucket.layer_of_segment)
         if self._chooser is not None:
             self._chooser.observe(self.kernels, [layer.shown for layer in layers], work.table, bucket.layer_of_segment)
-        phase("APS_SCAN")
-        work.scanned = self.kernels.scan(work.table, stochastic=self.options.rounding == "stochastic")
+        if needs_exponents:
+            phase("APS_SCAN")
+            work.scanned = self.kernels.scan(work.table, stochastic=self.options.rounding == "stochastic")
         flight.works.append(work)
 
     def _send_headers(self, flight: Flight) -> bool:
@@ -619,8 +665,10 @@ class Exchange:
         moved = False
         while flight.is_scanning and flight.works[flight.n_said].scanned.done():
             index, work = flight.n_said, flight.works[flight.n_said]
-            exponents = np.full(len(work.layers), EXP_ZERO, np.int32)
-            np.maximum.at(exponents, work.bucket.layer_of_segment, work.table["exponent"])
+            exponents = _NONE
+            if flight.plan.reductions[index].needs_exponents:
+                exponents = np.full(len(work.layers), EXP_ZERO, np.int32)
+                np.maximum.at(exponents, work.bucket.layer_of_segment, work.table["exponent"])
             factors = factors_digest([layer.factor for layer in work.layers])
             header = Header(flight.plan.digest, factors, index, exponents).encode()
             work.phase("APS_EXPONENTS", len(header) * (self.transport.size - 1))
@@ -632,18 +680,17 @@ class Exchange:
     def _agree(self, shared: np.ndarray) -> None:
         """All ranks have sent the header of the next bucket: it goes on its way."""
         flight = self._flight
-        assert flight is not None
-        index, work = flight.n_agreed, flight.works[flight.n_agreed]
-        exponents = self._final_exponents(shared, [flight.plan.specs[i] for i in work.bucket.layers])
-        work.table["exponent"] = exponents[work.bucket.layer_of_segment]
-        work.layer_exponents, work.specs = exponents, [flight.plan.specs[i] for i in work.bucket.layers]
+        assert flight is not None and self.transport is not None
+        work, reduction = flight.works[flight.n_agreed], flight.plan.reductions[flight.n_agreed]
+        work.specs = [flight.plan.specs[i] for i in work.bucket.layers]
+        if reduction.needs_exponents:
+            work.scale(shared, self.transport.size)
         work.tag = N_TAGS * self._serial
         self._serial = (self._serial + 1) % MAX_SERIAL
         for layer in work.layers:
             del self._pending[layer.name]
         flight.n_agreed += 1
-        reduction = flight.plan.reductions[index]
-        self._count_bytes(work, reduction.bytes_sent())
+        self._count_bytes(work, reduction)
         self._jobs.append(Job(work, reduction.run(work)))
         if flight.is_agreed:
             self._flight = None
@@ -656,24 +703,14 @@ class Exchange:
         if self._chooser is not None and self.step_number >= self.options.auto_steps:
             self._choose()
 
-    def _final_exponents(self, shared: np.ndarray, specs: Sequence[LayerSpec]) -> np.ndarray:
-        """The exponents to encode with: as shared, or as the paper's low-precision sums need them."""
+    def _count_bytes(self, work: Work, reduction: Reduction) -> None:
+        """Count what leaves this rank, or its host where ranks of a host take turns to send for all of them."""
         assert self.transport is not None
-        exponents = shared.copy()
-        ordinary = (exponents != EXP_ZERO) & (exponents != EXP_NONFINITE)
-        if self.options.accumulate != "float32":  # partial sums of N values must not overflow
-            exponents[ordinary] += int(np.ceil(np.log2(self.transport.size)))
-        if not self.options.scaling:  # a fixed scale of 1: every format's own top exponent
-            tops = np.array([spec.format.top_exponent for spec in specs], np.int32)
-            exponents[ordinary] = tops[ordinary]
-        return exponents
-
-    def _count_bytes(self, work: Work, n_sent: float) -> None:
-        assert self.transport is not None
-        size = self.transport.size
+        size, n_near = self.transport.size, reduction.n_near
         n_elements = sum(spec.n_elements for spec in work.specs)
-        header = 4 * (11 + len(work.specs)) * (size - 1)
-        self.statistics.add_bytes(n_sent + header, 2 * (size - 1) / size * 4 * n_elements)
+        n_words = 11 + (len(work.specs) if reduction.needs_exponents else 0)
+        header = 4 * n_words * (size - n_near)
+        self.statistics.add_bytes(reduction.bytes_sent() + header, 2 * (size - 1) / size * 4 * n_elements / n_near)
 
     def _end_jobs(self) -> None:
         """Hand over the results of buckets that have come home."""
@@ -686,7 +723,7 @@ class Exchange:
             work.phase.end()
             work.lease.end()
             self.statistics.add_layers(
-                work.specs, work.layer_exponents, work.bucket.layer_of_segment, work.measured, work.histograms
+                work.specs, work.layer_exponents, work.measured_layers, work.measured, work.histograms
             )
             for layer in work.layers:
                 layer.done = True

@@ -2,16 +2,22 @@
 
 The residual of a layer is a float32 array. Before a bucket is encoded its gradients are added to their residuals, which
 are then what is sent; afterwards the residuals keep what the sent values do not hold.
+
+Where ranks of a host add up their gradients first, each keeps residuals of the part that it encodes, as
+"name[first:last]". If layers are cut in another way later, it goes on with what it has of its new part.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
 
 from horovod_aps.engine.layer import Layer
+
+_PART = re.compile(r"(.*)\[(\d+):(\d+)\]", re.DOTALL)
 
 
 class Residuals:
@@ -31,7 +37,7 @@ class Residuals:
                 kept = self.arrays[layer.name] = self._kernels.zeros(n_elements)
                 layer.folded = False
             arrays.append(kept)
-        bases = np.array([self._kernels.address(kept) for kept in arrays], np.uint64)
+        bases = self._addresses(arrays)
         addresses = bases[layer_of_segment] + (4 * table["first"]).astype(np.uint64)
         fresh = np.array([not layer.folded for layer in layers])[layer_of_segment]
         if fresh.all():
@@ -43,10 +49,45 @@ class Residuals:
         table["data"], table["dtype"] = addresses, 0
         return arrays
 
+    def _addresses(self, arrays: list[Any]) -> np.ndarray:
+        return np.array([self._kernels.address(kept) for kept in arrays], np.uint64)
+
+    def fold_parts(self, layers: list[Layer], table: np.ndarray, layer_of_segment: np.ndarray) -> list[Any]:
+        """As `fold`, for segments of which this rank keeps the residuals, each by itself."""
+        names = [layers[i].name for i in layer_of_segment.tolist()]
+        spans = list(zip(table["first"].tolist(), (table["first"] + table["n"]).tolist()))
+        keys = [f"{name}[{first}:{last}]" for name, (first, last) in zip(names, spans)]
+        if not all(key in self.arrays for key in keys):
+            self._cut_anew(set(names), list(zip(keys, names, spans)))
+        arrays = [self.arrays[key] for key in keys]
+        addresses = self._addresses(arrays)
+        self._kernels.add(table, addresses)
+        for i in set(layer_of_segment.tolist()):
+            layers[i].folded = True
+        table["data"] = addresses
+        return arrays
+
+    def _cut_anew(self, names: set[str], parts: list[tuple[str, str, tuple[int, int]]]) -> None:
+        """Make the residuals of parts, with what there is of them in other parts; those are dropped."""
+        old = [
+            (found[1], int(found[2]), int(found[3]), self.arrays.pop(key))
+            for key in list(self.arrays)
+            if (found := _PART.fullmatch(key)) and found[1] in names
+        ]
+        for key, name, (first, last) in parts:
+            values = np.zeros(last - first, np.float32)
+            for other, start, stop, kept in old:
+                low, high = max(first, start), min(last, stop)
+                if other == name and low < high:
+                    values[low - first : high - first] = self._kernels.to_host(kept)[low - start : high - start]
+            self.arrays[key] = self._kernels.from_host(values)
+
     def drop(self, layer: Layer) -> None:
         """Forget a residual that holds a gradient which was never sent."""
         if layer.folded:
             self.arrays.pop(layer.name, None)
+            for key in [key for key in self.arrays if (found := _PART.fullmatch(key)) and found[1] == layer.name]:
+                del self.arrays[key]
 
     def state(self) -> dict[str, np.ndarray]:
         """Copies on the host."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from horovod_aps.engine import agreement
 from horovod_aps.engine.layer import Layer
-from horovod_aps.engine.layout import LayerSpec, plan_buckets
-from horovod_aps.engine.reductions import ChooseReduction, Reduction, reduction_for
+from horovod_aps.engine.layout import LayerSpec
+from horovod_aps.engine.reductions import ChooseReduction, plan_reductions
 from horovod_aps.engine.reductions.base import Steps, Work
 from horovod_aps.options import Options
-from horovod_aps.transports.base import Request
+from horovod_aps.transports.base import Request, Transport
 
 
 class Plan:
@@ -21,18 +21,16 @@ class Plan:
         self,
         specs: Sequence[LayerSpec],
         description: str,
-        rank: int,
-        size: int,
+        transport: Transport,
         options: Options,
         warm: bool,
-        choose_reduction: ChooseReduction = reduction_for,
+        choose_reduction: ChooseReduction | None = None,
     ) -> None:
         self.specs = list(specs)
         self.options, self.warm = options, warm
         self.make_up = {spec.name: (spec.shape, spec.dtype) for spec in self.specs}
         self.digest = agreement.digest(description)
-        self.buckets = plan_buckets(self.specs, size, options.bucket_mb)
-        self.reductions: list[Reduction] = [choose_reduction(bucket, rank, size) for bucket in self.buckets]
+        self.buckets, self.reductions = plan_reductions(self.specs, options.bucket_mb, transport, choose_reduction)
         self.bucket_of = {self.specs[layer].name: i for i, b in enumerate(self.buckets) for layer in b.layers}
 
 

@@ -73,6 +73,18 @@ class BucketLayout:
                 first, filled = row, 0
         return parts
 
+    def shards(self, first: int, n: int) -> BucketLayout:
+        """The same layers, of which only `n` shards are there."""
+        rows = slice(int(self.shard_segments[first]), int(self.shard_segments[first + n]))
+        bounds = slice(first, first + n + 1)
+        return BucketLayout(
+            self.layers,
+            part_of(self.segments, rows, self.shard_bytes[first]),
+            self.layer_of_segment[rows],
+            self.shard_segments[bounds] - rows.start,
+            self.shard_bytes[bounds] - self.shard_bytes[first],
+        )
+
     def shard_table(self, shard: int) -> np.ndarray:
         """Segments of one shard with offsets from the start of that shard's message."""
         rows = slice(self.shard_segments[shard], self.shard_segments[shard + 1])
@@ -160,7 +172,14 @@ def lay_out_bucket(specs: Sequence[LayerSpec], layers: Sequence[int], n_shards: 
     )
 
 
-def plan_buckets(specs: Sequence[LayerSpec], n_ranks: int, bucket_mb: float) -> list[BucketLayout]:
-    """Layouts of all buckets for `n_ranks` ranks; two ranks swap whole buckets in a single phase."""
-    n_shards = n_ranks if n_ranks > 2 else 1
+def shards_among(n_ranks: int) -> int:
+    """Into how many shards so many ranks cut what they exchange; two of them swap it in a single phase."""
+    return n_ranks if n_ranks > 2 else 1
+
+
+def plan_buckets(
+    specs: Sequence[LayerSpec], n_ranks: int, bucket_mb: float, n_shards: int | None = None
+) -> list[BucketLayout]:
+    """Layouts of all buckets for `n_ranks` ranks."""
+    n_shards = n_shards or shards_among(n_ranks)
     return [lay_out_bucket(specs, layers, n_shards) for layers in split_into_buckets(specs, bucket_mb)]

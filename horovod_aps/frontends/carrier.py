@@ -169,6 +169,11 @@ class Carrier:
         options = self.terms.options.replace(**changes)
         self.terms = Terms(options, carrier_place(options, self._size, self._over_gloo))
 
+    @property
+    def way(self) -> str:
+        """Horovod's own."""
+        return "all-reduce"
+
     def state(self) -> dict[str, Any]:
         """Nothing but the position, from which stochastic rounding goes on."""
         return {"step_number": self.step_number, "residuals": {}, "overrides": None, "auto": None}

@@ -48,6 +48,7 @@ class BaseCompressor:
         auto_error: float = 0.05,
         auto_candidates: Any = AUTO_CANDIDATES,
         transport: str = "packed",
+        hierarchy: str = "auto",
         scaling: bool = True,
         stats: bool = False,
     ) -> None:
@@ -74,6 +75,9 @@ class BaseCompressor:
             auto_candidates: the formats that "auto" chooses from.
             transport: "packed" is the APS exchange; "allreduce" sends rounded values as float16 through Horovod's
                 own all-reduce, twice the bytes, for `hvd.join()`; over Gloo as float32 if e is 5.
+            hierarchy: "two-level" adds up the gradients of a host's ranks in float32 first, through memory that they
+                share, so that a host sends what one rank would; "flat" has every rank talk to every other. "auto" takes
+                two levels where there are several hosts with the same number, more than one, of ranks.
             scaling: False leaves out APS, a fixed scale of 1: to see what it is good for.
             stats: measure underflow, error and exponents of every layer (one more pass over the gradients).
         """
@@ -93,6 +97,7 @@ class BaseCompressor:
             auto_error=auto_error,
             auto_candidates=tuple(auto_candidates),
             transport=transport,
+            hierarchy=hierarchy,
             scaling=scaling,
             stats=stats,
         )
@@ -189,13 +194,19 @@ class BaseCompressor:
         return {name: value for part in known for name, value in part.items()} if known else None
 
     def stats(self) -> dict[str, Any]:
-        """Bytes sent against fp32, their ratio, and per layer the exponent and, with stats=True, the errors."""
-        merged: dict[str, Any] = {"bytes_sent": 0.0, "bytes_fp32": 0.0, "ratio": None, "layers": {}}
+        """Bytes sent against fp32, their ratio, the way taken, and per layer the exponent and, if asked for, errors.
+
+        `bytes_sent` are this rank's. Where the ranks of a host send for each other (`hierarchy`), `bytes_fp32` is this
+        rank's share of what a ring all-reduce would send from the host.
+        """
+        merged: dict[str, Any] = {"bytes_sent": 0.0, "bytes_fp32": 0.0, "ratio": None, "hierarchy": None, "layers": {}}
         for reducer in self._reducers.values():
             part = reducer.statistics.as_dict()
             merged["bytes_sent"] += part["bytes_sent"]
             merged["bytes_fp32"] += part["bytes_fp32"]
             merged["layers"].update(part["layers"])
+        ways = {reducer.way for reducer in self._reducers.values()} - {""}
+        merged["hierarchy"] = ", ".join(sorted(ways)) or None
         if merged["bytes_fp32"]:
             merged["ratio"] = merged["bytes_sent"] / merged["bytes_fp32"]
         return merged

@@ -40,6 +40,10 @@ class Reducer(Protocol):
     def chosen(self) -> dict[str, Any] | None:
         """The formats that overrides="auto" has chosen, if it has."""
 
+    @property
+    def way(self) -> str:
+        """How gradients travel between hosts, for people; empty while that is not known."""
+
     def state(self) -> dict[str, Any]:
         """`step_number`, `residuals`, `overrides` and `auto`, as plain arrays and numbers."""
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from horovod_aps.log import trace
 from horovod_aps.transports.base import Transport
+from horovod_aps.transports.hosts import HostedTransport
 
 
 def mpi_usable(basics: Any) -> bool:
@@ -39,8 +40,15 @@ def process_set_of(basics: Any, process_set_id: int) -> Any:
     return process_set
 
 
-def link(name: str, members: Sequence[int], rank: int, n_able: int, addresses: np.ndarray) -> Transport:
-    """Join the ranks of a process set: over MPI if every rank can talk it directly, else by connections of our own.
+def link(
+    name: str, members: Sequence[int], rank: int, n_able: int, addresses: np.ndarray, why_flat: str = ""
+) -> Transport:
+    """Join the ranks of a process set, which then find out who shares a host, unless `why_flat` says why not to."""
+    return HostedTransport(_link(name, members, rank, n_able, addresses), why_flat)
+
+
+def _link(name: str, members: Sequence[int], rank: int, n_able: int, addresses: np.ndarray) -> Transport:
+    """Over MPI if every rank can talk it directly, else by connections of our own.
 
     `rank` is this one's place among the members, `n_able` how many of them speak MPI, and `addresses` where they listen
     (`sockets.Listener.words`, summed over them). Never blocks. `name` is the same on all of them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,9 @@ from horovod_aps.kernels.segments import (
     target_addresses,
 )
 
+if TYPE_CHECKING:
+    from horovod_aps.transports.base import Transport
+
 
 class CpuKernels(Kernels):
     """Launchers of the CPU library; see `protocol.Kernels` for what they do."""
@@ -37,6 +41,13 @@ class CpuKernels(Kernels):
 
     def end(self) -> None:
         """Every operation is over when it returns."""
+
+    def drain(self) -> None:
+        """Nothing is ever under way."""
+
+    def reach(self, transport: Transport) -> Transport:
+        """Every transport reaches host memory."""
+        return transport
 
     def scan(self, segs: Table, stochastic: bool = False) -> Request:
         """Set `exponent` of every segment; see Kernels.scan."""

@@ -1,126 +1,105 @@
 """The CUDA kernels: `protocol.Kernels` over CuPy, with the same table of segments as on the CPU.
 
-The sources in `horovod_aps/cuda` are compiled once per device by CuPy's NVRTC. Segments hold device
-addresses, which the frontends take from tensors without a copy (DLPack or `__cuda_array_interface__`);
-messages are pinned host memory that MPI and the kernels both reach. The module that stands for the device is
-passed in, so the tests run these launchers on the host with a stand-in for CuPy.
+Kernels run on a stream of our own. `begin` orders them after what the framework has queued, `end` orders what the
+framework queues next after them; between the two nothing waits on the host. What the host must know, the exponents, is
+copied to pinned memory, and the request of the operation says when it is there. Messages lie in device memory;
+`reach` puts what carries them to other ranks in front of a transport.
+
+Segments hold device addresses, which the frontends take from tensors without a copy. The module that stands for the
+device is passed in, so the tests run these launchers on the host with a stand-in for CuPy.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from horovod_aps.kernels import nvrtc
+from horovod_aps.kernels.memory import DeviceArray, PinnedPool, Uploads
 from horovod_aps.kernels.native import library, raise_on_error
+from horovod_aps.kernels.nvrtc import source_folder as source_folder
 from horovod_aps.kernels.protocol import DONE, Buffer, Kernels, Request
 from horovod_aps.kernels.segments import (
+    EXP_NONFINITE,
+    EXP_ZERO,
+    FAMILY_FLOAT,
+    FAMILY_RAW,
+    FLOAT32,
+    FLOAT64,
+    SPECIALS,
     SUM_FLOAT,
     Bytes,
     Message,
     Table,
     check_accumulate,
     check_segments,
-    input_addresses,
-    message_address,
     seed_argument,
     target_addresses,
 )
+from horovod_aps.transports.base import Transport
+from horovod_aps.transports.device import DeviceTransport
 
 TILE = 4096  # elements per tile, as APS_TILE in aps_kernels.cu
-MEASURE_CHUNK = 256  # as APS_MEASURE_CHUNK in aps_scalar.h
+MEASURE_CHUNK = 256  # as APS_MEASURE_CHUNK in aps_codecs.h
+WARP = 32
 TILE_DTYPE = np.dtype([("segment", np.int64), ("begin", np.int64)])
-OPTIONS = ("-std=c++17", "--fmad=false")  # a fused multiply-add would change the last bit
 
+Rows = npt.NDArray[np.bool_]
 
-# ---- what is used of CuPy ---------------------------------------------------------------------------------
-
-
-class DevicePointer(Protocol):
-    """An address on the device."""
-
-    @property
-    def ptr(self) -> int: ...
-
-
-class DeviceArray(Protocol):
-    """cupy.ndarray."""
-
-    @property
-    def size(self) -> int: ...
-    @property
-    def data(self) -> DevicePointer: ...
-    def get(self) -> npt.NDArray[np.generic]: ...
-
-
-Argument = DeviceArray | np.integer
-
-
-class RawKernel(Protocol):
-    """A kernel of a compiled module."""
-
-    def __call__(self, grid: tuple[int], block: tuple[int], args: tuple[Argument, ...]) -> None: ...
-
-
-class RawModule(Protocol):
-    """Compiled source."""
-
-    def get_function(self, name: str) -> RawKernel: ...
-
-
-class Stream(AbstractContextManager["Stream"], Protocol):
-    """A CUDA stream, current while entered."""
-
-    def synchronize(self) -> None: ...
-
-
-class CurrentDevice(Protocol):
-    """The device that is current."""
-
-    @property
-    def id(self) -> int: ...
-
-
-class Cuda(Protocol):
-    """cupy.cuda."""
-
-    def Device(self) -> CurrentDevice: ...  # noqa: N802 (CuPy's name)
-    def ExternalStream(self, ptr: int) -> Stream: ...  # noqa: N802 (CuPy's name)
-    def alloc_pinned_memory(self, size: int) -> memoryview: ...
-
-
-class DeviceModule(Protocol):
-    """cupy, or what stands in for it."""
-
-    @property
-    def cuda(self) -> Cuda: ...
-    def RawModule(self, *, code: str, options: tuple[str, ...]) -> RawModule: ...  # noqa: N802 (CuPy's name)
-    def asarray(self, a: npt.NDArray[np.generic]) -> DeviceArray: ...
-    def zeros(self, shape: int, dtype: npt.DTypeLike) -> DeviceArray: ...
-
-
-# ---- compiling and cutting --------------------------------------------------------------------------------
-
-_modules: dict[tuple[int, int], RawModule] = {}
+_functions: dict[tuple[int, int], dict[str, Any]] = {}  # by device module and number
 _lock = threading.Lock()
 
 
-def source_folder() -> Path:
-    """Return the folder with aps_kernels.cu and aps_scalar.h, in a wheel or in a checkout."""
-    package = import_module("horovod_aps.cuda")
-    assert package.__file__ is not None
-    return Path(package.__file__).parent
+# ---- which segments the common kernels may take -----------------------------------------------------------
+# They work in float32, which gives the bits of the exact functions under the conditions that aps_encode_plan and
+# aps_decode_plan of aps_scalar.h check as well.
 
 
-def tiles_of(segs: Table, size: int) -> npt.NDArray[np.void]:
-    """Return the table that cuts every segment into tiles of `size` elements."""
+def _limits(segs: Table) -> tuple[np.ndarray, np.ndarray]:
+    """The least and the greatest normal exponent of each segment's format."""
+    bias = (1 << (segs["exp_bits"].astype(np.int64) - 1).clip(0)) - 1
+    top = (1 << segs["exp_bits"].astype(np.int64)) - 1 - (segs["flags"] & SPECIALS)
+    return 1 - bias, np.maximum(top, 1) - bias
+
+
+def _is_constant(exponents: np.ndarray) -> Rows:
+    return (exponents == EXP_ZERO) | (exponents == EXP_NONFINITE)
+
+
+def encodes_in_float(segs: Table, exponents: np.ndarray, stochastic: bool) -> Rows:
+    """Which segments aps_encode_fast encodes, given values as float32."""
+    emin, emax = _limits(segs)
+    man, exponents = segs["man_bits"].astype(np.int64), exponents.astype(np.int64)
+    spread = emax - emin + man + (33 if stochastic else 2)
+    shift = emax - exponents
+    fits = (segs["exp_bits"] <= 7) & (man <= 21) & (shift >= -126) & (shift <= 127) & (exponents - spread >= -126)
+    return (segs["family"] == FAMILY_RAW) | _is_constant(exponents) | fits
+
+
+def decodes_in_float(segs: Table, factors: np.ndarray, n_in: int, accumulate: int) -> Rows:
+    """Which segments are summed and scaled in float32 at their true size."""
+    emin, emax = _limits(segs)
+    exponents = segs["exponent"].astype(np.int64)
+    with np.errstate(invalid="ignore"):
+        powers = np.frexp(factors.astype(np.float64))[1] - 1
+    low = exponents - (emax - emin) - segs["man_bits"] - np.maximum(-powers, 0) >= -125
+    high = exponents + np.maximum(powers, 0) + int(n_in).bit_length() + 2 <= 126
+    finite = np.isfinite(factors) & (factors != 0)
+    fits = (segs["exp_bits"] != 8) & (accumulate == SUM_FLOAT) & finite & low & high
+    return (segs["family"] == FAMILY_RAW) | _is_constant(exponents) | fits
+
+
+def tiles_of(segs: Table, size: int, rows: Rows | None = None) -> npt.NDArray[np.void]:
+    """Return the table that cuts the segments, or those in `rows`, into tiles of `size` elements."""
     counts = -(-segs["n"] // size)
+    if rows is not None:
+        counts = np.where(rows, counts, 0)
     tiles = np.empty(int(counts.sum()), dtype=TILE_DTYPE)
     tiles["segment"] = np.repeat(np.arange(len(segs)), counts)
     first = np.cumsum(counts) - counts
@@ -128,95 +107,216 @@ def tiles_of(segs: Table, size: int) -> npt.NDArray[np.void]:
     return tiles
 
 
+class _Later:
+    """Something that the host does once an event has come; done when it has."""
+
+    def __init__(self, event: Any, then: Callable[[], None]) -> None:
+        self._event, self._then = event, then
+        self._over = False
+
+    def done(self) -> bool:
+        if not self._over and self._event.done:
+            self._over = True
+            self._then()
+        return self._over
+
+
 class CudaKernels(Kernels):
-    """Launchers for the current device of `device` (CuPy unless another module is given).
+    """Launchers for one device of `device` (CuPy unless another module is given), by default the current one.
 
     `stream` is the address of the framework's current CUDA stream, or a function that returns it.
-    Every call waits for its kernels: the host reads exponents and messages next, or reuses the message.
     Formats whose codec is in Python are refused.
     """
 
     def __init__(
         self,
-        device: DeviceModule | None = None,
+        device: Any = None,
         stream: int | Callable[[], int] = 0,
         block: int = 256,
         max_grid: int = 65535,
+        index: int | None = None,
     ) -> None:
-        if not 1 <= block <= 1024:
-            raise ValueError(f"CudaKernels: block must be in 1..1024, got {block}")
+        if not WARP <= block <= 1024 or block % WARP:
+            raise ValueError(f"CudaKernels: block must be a multiple of 32 in 32..1024, got {block}")
         if max_grid < 1:
             raise ValueError(f"CudaKernels: max_grid must be at least 1, got {max_grid}")
-        self.device = cast(DeviceModule, import_module("cupy")) if device is None else device
-        self.stream = stream
+        self.device = import_module("cupy") if device is None else device
+        self._framework = stream
         self.block, self.max_grid = block, max_grid
+        self._index = index
+        self._is_ready = self._is_dirty = False
+        self._waited = -1  # the framework's stream that has waited for all of ours
 
     # Launching ----------------------------------------------------------------------------------------------
 
-    def _module(self) -> RawModule:
-        key = (id(self.device), int(self.device.cuda.Device().id))
-        with _lock:
-            if key not in _modules:
-                folder = source_folder()
-                code = (folder / "aps_kernels.cu").read_text()
-                _modules[key] = self.device.RawModule(code=code, options=(*OPTIONS, f"-I{folder}"))
-            return _modules[key]
+    @property
+    def index(self) -> int:
+        """The number of the device."""
+        if self._index is None:
+            self._index = int(self.device.cuda.Device().id)
+        return self._index
 
-    def _launch(self, name: str, n_work: int, *arguments: Argument) -> None:
+    @contextmanager
+    def at_work(self) -> Generator[None, None, None]:
+        """The device is current, and so is our stream: memory that is asked for belongs to it."""
+        cuda = self.device.cuda
+        with cuda.Device(self.index):
+            if not self._is_ready:
+                self.stream, self.copies = cuda.Stream(non_blocking=True), cuda.Stream(non_blocking=True)
+                self.pinned = PinnedPool(cuda)
+                with self.stream:
+                    self._uploads = Uploads(cuda, self.stream)
+                self._tiles: dict[tuple[bytes, bytes, int], npt.NDArray[np.void]] = {}
+                self._is_ready = True
+            with self.stream:
+                yield
+
+    def function(self, name: str) -> Any:
+        """The kernel of this name; compiles all of them for the device when it is first asked for one."""
+        key = (id(self.device), self.index)
+        with _lock:
+            if key not in _functions:
+                with self.device.cuda.Device(self.index):
+                    _functions[key] = {"": nvrtc.load(self.device, "aps_kernels.cu", self.index)}
+            known = _functions[key]
+            if name not in known:
+                known[name] = known[""].get_function(name)
+            return known[name]
+
+    def _launch(self, name: str, n_work: int, *arguments: np.integer) -> None:
         if n_work:
             grid = min(n_work, self.max_grid)
-            self._module().get_function(name)((grid,), (self.block,), arguments)
+            self.function(name)((grid,), (self.block,), arguments, 0, self.stream)
+            self._is_dirty = True
 
-    def _on_stream(self) -> Stream:
-        return self.device.cuda.ExternalStream(self.stream() if callable(self.stream) else self.stream)
+    def _table(self, segs: Table, exponents: np.ndarray) -> tuple[np.uint64, np.uint64]:
+        """Addresses of the segments, without their exponents, and of these."""
+        still = segs.copy()
+        still["exponent"] = 0
+        put = self._uploads.put
+        return np.uint64(put(still)), np.uint64(put(exponents.astype(np.int32)))
 
-    def _tables(self, segs: Table, size: int = TILE) -> tuple[DeviceArray, DeviceArray, np.int64]:
-        tiles = tiles_of(segs, size)
-        to_device = self.device.asarray
-        return to_device(segs.view(np.uint8)), to_device(tiles.view(np.uint8)), np.int64(len(tiles))
+    def _run(self, name: str, segs: Table, exponents: np.ndarray, common: Rows, rows: Rows, *rest: np.integer) -> None:
+        """Launch an operation: its common kernel on some segments, its wide one on the others."""
+        table = self._table(segs, exponents)
+        for suffix, mine in (("_kernel", rows & common), ("_wide_kernel", rows & ~common)):
+            tiles = self._tiles_of(segs, mine, TILE)
+            if len(tiles):
+                address = np.uint64(self._uploads.put(tiles))
+                self._launch(name + suffix, len(tiles), *table, address, np.int64(len(tiles)), *rest)
+        self._uploads.trim()
+
+    def _tiles_of(self, segs: Table, rows: Rows, size: int) -> npt.NDArray[np.void]:
+        key = (segs["n"].tobytes(), rows.tobytes(), size)
+        if key not in self._tiles:
+            if len(self._tiles) >= 1024:
+                self._tiles.clear()
+            self._tiles[key] = tiles_of(segs, size, rows)
+        return self._tiles[key]
 
     def _check(self, function: str, segs: Table, uses_data: bool, length: int) -> None:
         check_segments(function, segs)
         status = library().aps_check_segments(segs.ctypes.data, len(segs), int(uses_data), length)
         raise_on_error(function, status)
 
-    def _inputs(self, function: str, inputs: Sequence[Message], length: int | None) -> tuple[DeviceArray, int]:
-        sources, shortest = input_addresses(function, inputs, length)
-        addresses = np.array(sources, dtype=np.uint64)
+    def _inputs(self, function: str, inputs: Sequence[Message], length: int | None) -> tuple[np.ndarray, int]:
+        if len(inputs) == 0:
+            raise ValueError(f"{function}: inputs must hold at least 1 message, got 0")
+        pairs = [_device_address(function, message) for message in inputs]
+        known = [size for _, size in pairs if size >= 0] + ([] if length is None else [length])
+        addresses = np.array([address for address, _ in pairs], dtype=np.uint64)
         if not addresses.all():
             raise ValueError(f"{function}: address must not be null")
-        return self.device.asarray(addresses), shortest
+        return addresses, min(known, default=-1)
 
-    # The operations -----------------------------------------------------------------------------------------
+    def _fetch(self, ptr: int, n_bytes: int) -> tuple[Any, np.ndarray]:
+        """Begin to copy device memory to pinned memory; returns an event and the memory."""
+        target = self.pinned.take(n_bytes)
+        runtime = self.device.cuda.runtime
+        runtime.memcpyAsync(target.ctypes.data, ptr, n_bytes, runtime.memcpyDeviceToHost, self.stream.ptr)
+        return self._mark(self.stream), target
+
+    def _mark(self, stream: Any) -> Any:
+        event = self.device.cuda.Event(disable_timing=True)
+        event.record(stream)
+        return event
+
+    def _empty(self, size: int, dtype: npt.DTypeLike) -> DeviceArray:
+        n_bytes = max(size * np.dtype(dtype).itemsize, 1)
+        try:
+            memory = self.device.cuda.alloc(n_bytes)
+        except self.device.cuda.memory.OutOfMemoryError as error:
+            raise MemoryError(
+                f"APSCompressor: no memory for {n_bytes} bytes on GPU {self.index} ({error}); if TensorFlow has "
+                f"reserved all of it, call tf.config.experimental.set_memory_growth(gpu, True) before the first op"
+            ) from None
+        return DeviceArray(memory, memory.ptr, size, dtype)
+
+    def _zeroed(self, size: int, dtype: npt.DTypeLike) -> DeviceArray:
+        array = self._empty(size, dtype)
+        if array.nbytes:
+            self.device.cuda.runtime.memsetAsync(array.ptr, 0, array.nbytes, self.stream.ptr)
+        return array
+
+    # Order --------------------------------------------------------------------------------------------------
+
+    def _framework_stream(self) -> Any:
+        ptr = self._framework() if callable(self._framework) else self._framework
+        return self.device.cuda.ExternalStream(ptr, self.index)
 
     def begin(self) -> None:
-        """Kernels run on the framework's stream."""
+        """Have kernels that follow wait for what the framework has queued so far."""
+        with self.at_work():
+            self.stream.wait_event(self._mark(self._framework_stream()))
 
     def end(self) -> None:
-        """Every call has waited for its kernels."""
+        """Have what the framework queues from now on wait for all our kernels so far."""
+        if not self._is_ready:
+            return
+        framework = self._framework_stream()
+        if self._is_dirty or self._waited != framework.ptr:
+            with self.at_work():
+                framework.wait_event(self._mark(self.stream))
+            self._is_dirty, self._waited = False, framework.ptr
+
+    def drain(self) -> None:
+        """Wait until nothing is under way; for what has gone wrong."""
+        if self._is_ready:
+            with self.at_work():
+                self.copies.synchronize()
+                self.stream.synchronize()
+
+    def reach(self, transport: Transport) -> Transport:
+        """What brings messages in device memory to other ranks over this transport."""
+        return transport if transport.memory == "device" else DeviceTransport(transport, self)
+
+    # The operations -----------------------------------------------------------------------------------------
 
     def scan(self, segs: Table, stochastic: bool = False) -> Request:
         """Set `exponent` of every segment; see Kernels.scan."""
         self._check("scan", segs, True, -1)
-        with self._on_stream() as stream:
-            table, tiles, n_tiles = self._tables(segs)
-            top = self.device.zeros(len(segs), dtype=np.uint64)
-            self._launch("scan_kernel", int(n_tiles), table, tiles, n_tiles, top)
-            found = np.ascontiguousarray(top.get())
-            stream.synchronize()
-        library().aps_finish_scan(segs.ctypes.data, len(segs), found.ctypes.data, int(stochastic))
-        return DONE
+        with self.at_work():
+            top = self._zeroed(len(segs), np.uint64)
+            rows = segs["family"] == FAMILY_FLOAT
+            unused = np.zeros(len(segs), np.int32)
+            self._run("scan", segs, unused, segs["dtype"] != FLOAT64, rows, np.uint64(top.ptr))
+            event, found = self._fetch(top.ptr, top.nbytes)
+
+        def finish() -> None:
+            library().aps_finish_scan(segs.ctypes.data, len(segs), found.ctypes.data, int(stochastic))
+            self.pinned.give(found)
+
+        return _Later(event, finish)
 
     def encode(self, segs: Table, message: Message, seed: int | None = None) -> None:
         """Write the codes of every element into the message; see Kernels.encode."""
-        address, length = message_address("encode", message)
+        address, length = _device_address("encode", message)
         self._check("encode", segs, True, length)
         stochastic, bits = seed_argument(seed)
-        with self._on_stream() as stream:
-            table, tiles, n_tiles = self._tables(segs)
+        common = encodes_in_float(segs, segs["exponent"], bool(stochastic)) & (segs["dtype"] != FLOAT64)
+        with self.at_work():
             arguments = (np.uint64(address), np.int32(stochastic), np.uint64(bits))
-            self._launch("encode_kernel", int(n_tiles), table, tiles, n_tiles, *arguments)
-            stream.synchronize()
+            self._run("encode", segs, segs["exponent"], common, _all(segs), *arguments)
 
     def reduce(
         self,
@@ -229,29 +329,41 @@ class CudaKernels(Kernels):
     ) -> Request:
         """Sum the inputs and encode the sums into out with new exponents; see Kernels.reduce."""
         check_accumulate("reduce", accumulate)
-        address, length = message_address("reduce", out)
+        address, length = _device_address("reduce", out)
         stochastic, bits = seed_argument(seed, reduce=True)
-        with self._on_stream() as stream:
-            sources, shortest = self._inputs("reduce", inputs, length if length >= 0 else None)
-            self._check("reduce", segs, False, shortest)
-            table, tiles, n_tiles = self._tables(segs)
-            found = np.zeros(len(segs), dtype=np.uint64)
-            common = (table, tiles, n_tiles, sources, np.int32(len(inputs)))
-            keep = keep_exponent or accumulate != SUM_FLOAT
-            if not keep:
-                top = self.device.zeros(len(segs), dtype=np.uint64)
-                self._launch("reduce_scan_kernel", int(n_tiles), *common, top)
-                found = np.ascontiguousarray(top.get())
-                stream.synchronize()
+        addresses, shortest = self._inputs("reduce", inputs, length if length >= 0 else None)
+        self._check("reduce", segs, False, shortest)
+        keep = keep_exponent or accumulate != SUM_FLOAT
+        in_float = (segs["family"] == FAMILY_RAW) | ((segs["exp_bits"] != 8) & (accumulate == SUM_FLOAT))
+
+        def encode_sums(found: np.ndarray) -> None:
             exponents = np.empty(len(segs), dtype=np.int32)
             library().aps_finish_reduce(
                 segs.ctypes.data, len(segs), found.ctypes.data, int(keep), stochastic, exponents.ctypes.data
             )
-            acc_exp = self.device.asarray(exponents)
-            rest = (np.int32(accumulate), acc_exp, np.uint64(address), np.int32(stochastic), np.uint64(bits))
-            self._launch("reduce_kernel", int(n_tiles), *common, *rest)
-            stream.synchronize()
-        return DONE
+            common = in_float & encodes_in_float(segs, exponents, bool(stochastic))
+            with self.at_work():
+                sources = np.uint64(self._uploads.put(addresses))
+                rest = (np.uint64(address), np.int32(stochastic), np.uint64(bits))
+                arguments = (sources, np.int32(len(inputs)), np.int32(accumulate), *rest)
+                self._run("reduce", segs, exponents, common, _all(segs), *arguments)
+
+        if keep:
+            encode_sums(np.zeros(len(segs), dtype=np.uint64))
+            return DONE
+        with self.at_work():
+            top = self._zeroed(len(segs), np.uint64)
+            rows = (segs["family"] == FAMILY_FLOAT) & ~_is_constant(segs["exponent"])
+            sources = np.uint64(self._uploads.put(addresses))
+            arguments = (sources, np.int32(len(inputs)), np.uint64(top.ptr))
+            self._run("reduce_scan", segs, segs["exponent"], in_float, rows, *arguments)
+            event, found = self._fetch(top.ptr, top.nbytes)
+
+        def finish() -> None:
+            encode_sums(found)
+            self.pinned.give(found)
+
+        return _Later(event, finish)
 
     def decode(
         self,
@@ -262,35 +374,36 @@ class CudaKernels(Kernels):
     ) -> None:
         """Sum the inputs, scale back and store in `data`; see Kernels.decode."""
         check_accumulate("decode", accumulate)
-        with self._on_stream() as stream:
-            sources, shortest = self._inputs("decode", inputs, length)
-            self._check("decode", segs, True, shortest)
-            table, tiles, n_tiles = self._tables(segs)
+        addresses, shortest = self._inputs("decode", inputs, length)
+        self._check("decode", segs, True, shortest)
+        common = decodes_in_float(segs, segs["factor"], len(inputs), accumulate) & (segs["dtype"] != FLOAT64)
+        with self.at_work():
+            sources = np.uint64(self._uploads.put(addresses))
             arguments = (sources, np.int32(len(inputs)), np.int32(accumulate))
-            self._launch("decode_kernel", int(n_tiles), table, tiles, n_tiles, *arguments)
-            stream.synchronize()
+            self._run("decode", segs, segs["exponent"], common, _all(segs), *arguments)
 
     def residual(self, segs: Table, message: Message) -> None:
         """Subtract from `data` what the own message decodes to; see Kernels.residual."""
-        address, length = message_address("residual", message)
+        address, length = _device_address("residual", message)
         self._check("residual", segs, True, length)
-        with self._on_stream() as stream:
-            table, tiles, n_tiles = self._tables(segs)
-            self._launch("residual_kernel", int(n_tiles), table, tiles, n_tiles, np.uint64(address))
-            stream.synchronize()
+        ones = np.ones(len(segs), np.float32)
+        common = decodes_in_float(segs, ones, 1, SUM_FLOAT) & (segs["dtype"] == FLOAT32)
+        with self.at_work():
+            self._run("residual", segs, segs["exponent"], common, _all(segs), np.uint64(address))
 
     def measure(self, segs: Table, message: Message) -> npt.NDArray[np.float64]:
-        """Return lost elements, squared error, squares and largest magnitude; see Kernels.measure."""
-        address, length = message_address("measure", message)
+        """Return lost elements, squared error, squares and largest magnitude; waits. See Kernels.measure."""
+        address, length = _device_address("measure", message)
         self._check("measure", segs, True, length)
         result = np.zeros((len(segs), 4))
-        with self._on_stream() as stream:
-            table, chunks, n_chunks = self._tables(segs, MEASURE_CHUNK)
-            out = self.device.zeros(4 * int(n_chunks), dtype=np.float64)
-            n_blocks = -(-int(n_chunks) // self.block)
-            self._launch("measure_kernel", n_blocks, table, chunks, n_chunks, np.uint64(address), out)
-            parts = np.asarray(out.get()).reshape(-1, 4)
-            stream.synchronize()
+        with self.at_work():
+            chunks = self._tiles_of(segs, _all(segs), MEASURE_CHUNK)
+            out = self._zeroed(4 * len(chunks), np.float64)
+            arguments = (np.uint64(self._uploads.put(chunks)), np.int64(len(chunks)))
+            n_blocks = -(-len(chunks) // self.block)
+            table = self._table(segs, segs["exponent"])
+            self._launch("measure_kernel", n_blocks, *table, *arguments, np.uint64(address), np.uint64(out.ptr))
+            parts = self._read(out).view(np.float64).reshape(-1, 4)
         bounds = np.concatenate(([0], np.cumsum(-(-segs["n"] // MEASURE_CHUNK))))
         for k in range(len(segs)):
             mine = parts[bounds[k] : bounds[k + 1]]
@@ -305,40 +418,64 @@ class CudaKernels(Kernels):
         targets = target_addresses(segs, addresses)
         if not targets[segs["n"] > 0].all():
             raise ValueError("add: address must not be null")
-        with self._on_stream() as stream:
-            table, tiles, n_tiles = self._tables(segs)
-            self._launch("add_kernel", int(n_tiles), table, tiles, n_tiles, self.device.asarray(targets))
-            stream.synchronize()
+        with self.at_work():
+            where = np.uint64(self._uploads.put(targets))
+            self._run("add", segs, segs["exponent"], segs["dtype"] != FLOAT64, _all(segs), where)
 
     # Memory -------------------------------------------------------------------------------------------------
 
     def alloc(self, n_bytes: int) -> Bytes:
-        """Return n_bytes of zeroed pinned host memory, which the device reads and writes in place."""
+        """Return n_bytes of zeroed device memory."""
         if n_bytes < 0:
             raise ValueError(f"alloc: n_bytes must not be negative, got {n_bytes}")
-        memory = self.device.cuda.alloc_pinned_memory(max(n_bytes, 1))
-        array = np.frombuffer(memory, dtype=np.uint8, count=n_bytes)
-        array.fill(0)
-        return array
+        with self.at_work():
+            return cast(Bytes, self._zeroed(n_bytes, np.uint8))
 
     def bytes_of(self, message: Bytes) -> Bytes:
-        """Return the message."""
-        return message
+        """Return a copy of a message on the host; waits."""
+        with self.at_work():
+            return self._read(cast(DeviceArray, message))
+
+    def _read(self, array: DeviceArray) -> np.ndarray:
+        if not array.nbytes:
+            return np.zeros(0, np.uint8)
+        event, found = self._fetch(array.ptr, array.nbytes)
+        event.synchronize()
+        copy = found.copy()
+        self.pinned.give(found)
+        return copy
 
     def zeros(self, n: int) -> DeviceArray:
         """Return n float32 zeros on the device."""
-        return self.device.zeros(n, dtype=np.float32)
+        with self.at_work():
+            return self._zeroed(n, np.float32)
 
     def address(self, array: Buffer) -> int:
         """Return the address of an array that `zeros` or `alloc` made."""
-        if isinstance(array, np.ndarray):
-            return int(array.ctypes.data)
-        return int(cast(DeviceArray, array).data.ptr)
+        return int(cast(DeviceArray, array).ptr)
 
     def to_host(self, array: Buffer) -> npt.NDArray[np.float32]:
-        """Return a NumPy copy of an array that `zeros` made."""
-        return np.array(cast(DeviceArray, array).get(), dtype=np.float32)
+        """Return a NumPy copy of an array that `zeros` made; waits."""
+        with self.at_work():
+            return self._read(cast(DeviceArray, array)).view(np.float32)
 
     def from_host(self, values: npt.NDArray[np.float32]) -> DeviceArray:
         """Return a device array like that of `zeros`, filled with values."""
-        return self.device.asarray(np.array(values, dtype=np.float32).reshape(-1))
+        content = np.array(values, dtype=np.float32).reshape(-1)
+        with self.at_work():
+            array = self._empty(content.size, np.float32)
+            self._uploads.copy(content.tobytes(), array.ptr)
+            return array
+
+
+def _all(segs: Table) -> Rows:
+    return np.ones(len(segs), np.bool_)
+
+
+def _device_address(function: str, message: Message) -> tuple[int, int]:
+    """(address, length) of a message on the device; the length of a bare address is unknown and given as -1."""
+    if isinstance(message, (int, np.integer)):
+        return int(message), -1
+    if not isinstance(message, DeviceArray):
+        raise TypeError(f"{function}: a message must be in device memory, got {type(message).__name__}")
+    return message.ptr, message.nbytes

@@ -36,6 +36,8 @@ SIGNATURES = {
     "aps_decode_array": [_PTR, _PTR, _I64, _I32, _I32, _I32, _I32],
     "aps_quantize_array": [_PTR, _PTR, _I64, _I32, _I32, _I32, _I32, _I32, _U64],
     "aps_random_array": [_PTR, _I64, _U64, _U32, _I64],
+    "aps_set_flag": [_PTR, _I64],
+    "aps_least_flag": [_PTR, _I64, _I64],
     "aps_pack_codes": [_PTR, _I64, _I32, _PTR],
     "aps_unpack_codes": [_PTR, _I64, _I32, _PTR],
 }

@@ -7,12 +7,15 @@ Every operation takes one table of segments that describes a whole bucket of lay
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from horovod_aps.kernels.segments import SUM_FLOAT, Bytes, Message, Table
+
+if TYPE_CHECKING:
+    from horovod_aps.transports.base import Transport
 
 
 class Buffer(Protocol):
@@ -58,6 +61,14 @@ class Kernels(Protocol):
 
     def end(self) -> None:
         """Have what the framework queues from now on wait for all operations so far."""
+        ...
+
+    def drain(self) -> None:
+        """Wait until nothing is under way; for what has gone wrong."""
+        ...
+
+    def reach(self, transport: Transport) -> Transport:
+        """What brings messages of `alloc` to other ranks over a transport."""
         ...
 
     def scan(self, segs: Table, stochastic: bool = False) -> Request:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from horovod_aps import kernels
+from horovod_aps.kernels.nvrtc import load
 
 TILE = 16  # as in aps_simulate.cu
-CUDA_OPTIONS = ("--std=c++14", "--fmad=false")
 
 
 @functools.lru_cache(maxsize=1)
@@ -30,18 +30,11 @@ def _cpu_library() -> ctypes.CDLL:
 
 @functools.lru_cache(maxsize=16)
 def _cuda_kernel(name: str, device: int) -> Any:
-    """The compiled kernel; CuPy keeps modules per device, which is why the cache does too."""
+    """The compiled kernel of a device."""
     import cupy
 
-    from horovod_aps.kernels.cuda import source_folder
-
-    folder = source_folder()
     with cupy.cuda.Device(device):
-        module = cupy.RawModule(
-            code=(folder / "aps_simulate.cu").read_text(),
-            options=(*CUDA_OPTIONS, f"-I{folder}"),
-        )
-        return module.get_function(name)
+        return load(cupy, "aps_simulate.cu", device).get_function(name)
 
 
 def _launch(name: str, tensor: torch.Tensor, grid: tuple[int, int], block: tuple[int, int], args: tuple) -> None:

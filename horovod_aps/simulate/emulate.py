@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import torch
 from horovod_aps.engine.exchange import Exchange, local_allreduce
 from horovod_aps.engine.layer import Layer
 from horovod_aps.kernels import DTYPES
+from horovod_aps.kernels.for_torch import kernels_for, on
 from horovod_aps.options import Options
 from horovod_aps.simulate import _native
 
@@ -37,21 +37,6 @@ def _as_options(value: Options | Mapping[str, Any]) -> Options:
             f"EmulatedOptimizer: transport must be 'packed', the only one it emulates, got {value.transport!r}"
         )
     return value
-
-
-def _kernels(device: torch.device) -> Any:
-    if device.type == "cuda":
-        from horovod_aps.kernels.cuda import CudaKernels
-
-        return CudaKernels(stream=lambda: torch.cuda.current_stream(device).cuda_stream)
-    from horovod_aps.kernels import CpuKernels
-
-    return CpuKernels()
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make `device` the current one while kernels are launched."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class EmulatedOptimizer:
@@ -178,8 +163,8 @@ class EmulatedOptimizer:
         if self.n_ranks > 1:
             layers = [[self._layer(name, grads[name]) for name in names] for grads in collected]
             device = self._device()
-            with _on(device):
-                self._exchanges = local_allreduce(layers, self.options, _kernels(device), self._exchanges)
+            with on(device):
+                self._exchanges = local_allreduce(layers, self.options, kernels_for(device), self._exchanges)
         for name, parameter in self._parameters.items():
             parameter.grad = collected[0][name]
 

@@ -35,7 +35,7 @@ class APSCompressor(BaseCompressor, Compressor):
         super()._start()
         self._n_single = 0  # tensors traced outside of groups
         self._lock = threading.Lock()
-        self._links = Links()
+        self._links = Links(self._options.why_flat)
         self._used = False
         seam.register(self)
         if next(_ids) % MANY == 0:

@@ -1,8 +1,8 @@
 """Gradients on a GPU: their addresses over DLPack, and the CuPy kernels that pack them where they are.
 
 Only eager tensors have addresses. In a graph the exchange is therefore a `tf.py_function` on the GPU, whose arguments
-are eager tensors there. The GPU works through TensorFlow's queue and ours independently of each other: what TensorFlow
-has queued is waited for before the first kernel, and every kernel of ours before the next step of the exchange.
+are eager tensors there. TensorFlow does not say which stream it queues its work on, so the host waits twice: for what
+TensorFlow has queued before the first kernel, and for our kernels before results are handed over.
 """
 
 from __future__ import annotations
@@ -98,5 +98,5 @@ def at_work(addresses: Sequence[int]) -> Generator[None, None, None]:
 
 
 def kernels() -> CudaKernels:
-    """The launchers for the current GPU; they wait for their own kernels, so any stream will do."""
+    """The launchers for the current GPU; whoever hands over results waits for them, so any stream will do."""
     return CudaKernels(array_module())

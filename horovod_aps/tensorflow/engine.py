@@ -179,6 +179,8 @@ def _reduce(call: Call, ticket: np.ndarray, layers: list[Layer], gpu: str | None
     try:
         reducer.submit(*layers)
         reducer.wait()
+        if gpu and isinstance(reducer, Exchange):
+            reducer.kernels.drain()  # TensorFlow's streams are not known here
         compressor._look_for_idle_overrides(reducer)
     except LostPeer as error:
         reducer.forget()
@@ -200,7 +202,7 @@ def _reducer(call: Call, process_set: Any, ticket: np.ndarray, gpu: str | None) 
             found = compressor._keep(key, TensorFlowCarrier(process_set, compressor._options))
         return found
     shared = compressor._links.get(process_set, ticket, call.stem).shared
-    if isinstance(found, Exchange) and isinstance(found.transport, Channel) and found.transport.shared is shared:
+    if isinstance(found, Exchange) and isinstance(found.network, Channel) and found.network.shared is shared:
         return found
     _retire_place(compressor, key)
     kernels = devices.kernels() if gpu else CpuKernels()

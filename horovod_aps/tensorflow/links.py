@@ -77,8 +77,10 @@ class Link:
 class Links:
     """The links of one compressor, by process set."""
 
-    def __init__(self) -> None:
+    def __init__(self, why_flat: str) -> None:
+        """`why_flat` is why ranks should not look for others on their host, if so."""
         self._links: dict[int, Link] = {}
+        self._why_flat = why_flat
 
     def get(self, process_set: Any, ticket: np.ndarray, stem: str) -> Link:
         """The link to the ranks of a process set, made anew by all of them if any has none.
@@ -104,7 +106,8 @@ class Links:
         if not speak_mpi:
             addresses = allreduce(sockets.listener().words(rank, len(ranks)), mpi_ops.Sum, ps_id)
         n_able = len(ranks) if speak_mpi else 0
-        transport = world.link(f"{ps_id} {ranks} {stem}", ranks, ranks.index(mpi_ops.rank()), n_able, addresses)
+        name, place = f"{ps_id} {ranks} {stem}", ranks.index(mpi_ops.rank())
+        transport = world.link(name, ranks, place, n_able, addresses, self._why_flat)
         link = self._links[ps_id] = Link(SharedTransport(transport), _world_numbers[ps_id], ranks, rank)
         _note_link(ps_id)
         return link

@@ -251,7 +251,7 @@ def _exchange(call: engine.Call, values: list[tf.Tensor]) -> list[tf.Tensor]:
             if gpu:
                 results = tf.py_function(
                     lambda ticket, *tensors: engine.run_on_gpu(call, gpu, ticket, tensors),
-                    [ticket, *values],
+                    [tf.cast(ticket, tf.int64), *values],  # with an int32, TensorFlow would run it on the CPU
                     dtypes,
                     name="APSExchange",
                 )

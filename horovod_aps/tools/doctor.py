@@ -194,7 +194,7 @@ def check_gpu() -> Iterator[Finding]:
     else:
         from horovod_aps.kernels.cuda import CudaKernels
 
-        CudaKernels()._module()
+        CudaKernels().function("scan_kernel")
         yield Finding(GREEN, "gpu", f"{devices} GPU(s), CuPy {cupy}, kernels compiled")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,15 +18,16 @@ from horovod_aps.errors import LostPeer
 from horovod_aps.frontends import checks
 from horovod_aps.frontends.compressor import BaseCompressor
 from horovod_aps.frontends.reducer import Reducer, ReducerKey
+from horovod_aps.frontends.tensors import DTYPE_CODES, with_tensors
 from horovod_aps.frontends.world import link, mpi_usable, process_set_of
-from horovod_aps.kernels import DTYPES, CpuKernels
+from horovod_aps.kernels import for_torch
+from horovod_aps.kernels.for_torch import on
 from horovod_aps.torch import seam
 from horovod_aps.torch.carrier import TorchCarrier
 from horovod_aps.torch.suspicion import Suspicion
 from horovod_aps.torch.ticket import PRESENT, SPEAKS_MPI, Ticket, TicketOffice
 
 MAX_MET = 256  # groups, as programs may name them as they like
-DTYPE_CODES = {getattr(torch, dtype.name): dtype.code for dtype in DTYPES}
 
 
 @dataclass(slots=True)
@@ -117,9 +117,7 @@ class APSCompressor(BaseCompressor, Compressor):
 
     def state_dict(self) -> dict[str, Any]:
         """As of `BaseCompressor`, with the residuals as tensors, which `torch.load` takes without asking."""
-        state = super().state_dict()
-        residuals = {name: torch.as_tensor(values) for name, values in state["residuals"].items()}
-        return state | {"residuals": residuals}
+        return with_tensors(super().state_dict())
 
     # ---- The seam: tensors come in ------------------------------------------------------------------------
 
@@ -188,7 +186,7 @@ class APSCompressor(BaseCompressor, Compressor):
                 torch.mul(layer.keep.staged, layer.factor, out=layer.keep.result)
                 layer.done = True
         else:
-            with _on(batch.device):
+            with on(batch.device):
                 batch.reducer.submit(*layers)
 
     def _open_batch(self, process_set_id: int, device: torch.device) -> _Batch:
@@ -235,6 +233,7 @@ class APSCompressor(BaseCompressor, Compressor):
                     batch.members.index(mpi_ops.rank()),
                     batch.ticket.word(SPEAKS_MPI),
                     batch.ticket.addresses,
+                    self._options.why_flat or ("gradients are on a GPU" if batch.device.type == "cuda" else ""),
                 )
             )
         return True
@@ -255,7 +254,7 @@ class APSCompressor(BaseCompressor, Compressor):
         return self._keep(key, TorchCarrier(f"{self._name}.{key.process_set_id}", process_set, self._options))
 
     def _new_exchange(self, key: ReducerKey, device: torch.device) -> Exchange:
-        new = Exchange(_kernels_for(device), None, self._options, partial(_on, device), overlap=True)
+        new = Exchange(for_torch.kernels_for(device), None, self._options, partial(on, device), overlap=True)
         new.any_thread = device.type == "cpu"
         new.tickets = TicketOffice(
             f"{self._name}.ticket.{key.process_set_id}.{device.type}",
@@ -276,6 +275,8 @@ class APSCompressor(BaseCompressor, Compressor):
             batch.suspicion.end()
             batch.suspicion = None
         if batch.closed and layer.done:
+            if isinstance(batch.reducer, Exchange):
+                batch.reducer.kernels.end()  # PyTorch's stream may be another one now
             return
         batch.closed = True
         if layer.error is not None:
@@ -315,19 +316,3 @@ def _open_ticket(label: str, process_set_id: int, members: tuple[int, ...], pack
     return Ticket(
         label, process_set_id, members.index(mpi_ops.rank()), len(members), packed=packed, speaks_mpi=speaks_mpi
     )
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make `device` the current one while kernels are launched."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _kernels_for(device: torch.device) -> Any:
-    """The kernels that work where the gradients are."""
-    if device.type == "cpu":
-        return CpuKernels()
-    if device.type == "cuda":
-        from horovod_aps.kernels.cuda import CudaKernels
-
-        return CudaKernels(stream=lambda: torch.cuda.current_stream(device).cuda_stream)
-    raise TypeError(f"APSCompressor: tensors must be on a CPU or a CUDA device, got {device}")

@@ -8,9 +8,12 @@ Nothing here ever blocks, and nothing has an order that ranks must agree on, so 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from horovod_aps.transports.hosts import Hosts
 
 Bytes = np.ndarray  # of uint8
 
@@ -29,6 +32,10 @@ class Transport(Protocol):
     size: int
     memory: str
     """Where the bytes that it moves must lie: "host"."""
+
+    @property
+    def hosts(self) -> Hosts | None:
+        """Once it is ready: how ranks are spread over hosts, if it knows that."""
 
     def ready(self) -> bool:
         """Whether all ranks are connected; makes progress when called, and raises if that has failed."""

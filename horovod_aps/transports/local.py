@@ -28,6 +28,7 @@ class LocalTransport:
     """One rank of a world that lives in a single process; `LocalTransport.world(n)` makes all of them."""
 
     memory = "host"
+    hosts = None
 
     def __init__(
         self, rank: int, size: int, board: Board, mail: list[deque[tuple[int, bytes]]], lock: threading.Lock

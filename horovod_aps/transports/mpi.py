@@ -57,6 +57,7 @@ class MpiTransport:
     """Messages on a communicator of our own."""
 
     memory = "host"
+    hosts = None
 
     def __init__(self, ranks: Sequence[int], tag: int = 0) -> None:
         """Join `ranks`, as they are numbered in the world; `tag` tells apart what is made at the same time."""

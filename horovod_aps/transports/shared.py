@@ -9,8 +9,12 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from horovod_aps.transports.base import Bytes, Request, Transport
+
+if TYPE_CHECKING:
+    from horovod_aps.transports.hosts import Hosts
 
 NAME_BYTES = 4
 
@@ -40,6 +44,10 @@ class Channel:
         self.shared, self._name = shared, name
         transport = shared.transport
         self.rank, self.size, self.memory = transport.rank, transport.size, transport.memory
+
+    @property
+    def hosts(self) -> Hosts | None:
+        return self.shared.transport.hosts
 
     def ready(self) -> bool:
         return self.shared.transport.ready()

@@ -1,125 +1,374 @@
-"""A stand-in for the part of CuPy that CudaKernels uses, on the host: kernels compiled by g++.
+"""A device that behaves like one, on the host: what the package uses of CuPy, with kernels compiled by g++.
 
-`RawModule` compiles the very source text that it is given, with shim.h in place of CUDA's headers; a launch
-runs the blocks and threads one after another. What it cannot show: races between threads, and
-the behaviour of real streams.
+- Memory: device memory is protected pages that the host cannot touch; pinned memory is registered; a kernel that
+  touches anything else, or an address that is not aligned, stops with `IllegalAddress`: `runtime.cpp` looks at every
+  access.
+- Streams: what is queued runs later, in an order drawn from a seed that events allow. A copy to the host spoils its
+  target until it has run, memory that is used again is spoilt first: a missing wait gives a wrong number.
+- Counting: launches, copies, events and blocking waits, and the bytes that kernels move.
+- Flush-to-zero as the compiler's options say.
+
+Names and arguments are CuPy's; `tests/single/test_cuda_cupy.py` compares them with the real one. `reset()` gives a
+fresh device.
 """
 
 import ctypes
 import hashlib
+import os
+import random
 import subprocess
 import tempfile
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-MAX_ARGUMENTS = 10
+MAX_ARGUMENTS = 12
+ARENA = 1 << 32  # bytes of address space
+PAGE = 4096
+DEVICE, PINNED = 1, 2
+FOLDER = Path(__file__).parent
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-class ndarray:  # noqa: N801 (CuPy's name)
-    """Device array: only what the launchers touch."""
-
-    def __init__(self, host: np.ndarray) -> None:
-        self._host = host
-        self.data = self
-        self.size = host.size
-
-    @property
-    def ptr(self) -> int:
-        return self._host.ctypes.data
-
-    def get(self) -> np.ndarray:
-        return self._host.copy()
+class IllegalAddress(RuntimeError):
+    """A kernel or a copy has touched memory that it cannot reach, or in a way that it cannot."""
 
 
-def asarray(array: np.ndarray) -> ndarray:
-    return ndarray(np.array(array, copy=True, order="C"))
+class OutOfMemoryError(MemoryError):
+    """As cupy.cuda.memory.OutOfMemoryError."""
 
 
-def zeros(n: int, dtype: Any) -> ndarray:
-    return ndarray(np.zeros(n, dtype=dtype))
+class _Stats(SimpleNamespace):
+    seconds: float
 
 
-class RawKernel:
-    def __init__(self, library: ctypes.CDLL, name: str) -> None:
-        self._library = library
-        self._address = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+class _State:
+    """One device and all that is queued on it."""
 
-    def __call__(self, grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
-        assert len(arguments) <= MAX_ARGUMENTS
-        slots = np.zeros(MAX_ARGUMENTS, dtype=np.uint64)
-        for k, argument in enumerate(arguments):
-            if isinstance(argument, ndarray):
-                slots[k] = argument.ptr
-            else:  # CuPy takes the size of a scalar from its type, so a plain int would be an error there
-                assert isinstance(argument, np.integer), f"argument {k} must be a NumPy integer"
-                slots[k] = int(argument) & (2**64 - 1)
-        self._library.standin_launch(
-            ctypes.c_void_p(self._address), grid[0], block[0], ctypes.c_void_p(slots.ctypes.data)
-        )
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        address = _libc.mmap(None, ARENA, 0, 0x4022, -1, 0)  # no access; private, anonymous, no reserve
+        assert address not in (None, ctypes.c_void_p(-1).value)
+        self.base, self.used, self.is_open = int(address), 0, 0
+        self.device_ranges: dict[int, int] = {}  # of live allocations: address -> size
+        self.foreign: dict[int, int] = {}  # memory of the framework that plays the device's
+        self.pinned: dict[int, int] = {}
+        self.free: dict[tuple[int, int], list[int]] = {}  # by stream and size
+        self.streams: dict[int, _Stream] = {}
+        self.reset(0)
 
+    def reset(self, seed: int, eager: bool = False, limit: int = ARENA) -> None:
+        self.random = random.Random(seed)
+        self.eager = eager
+        self.limit = limit
+        self.counts: Counter[str] = Counter()
+        self.kernel_bytes: Counter[str] = Counter()
+        self.looks_for_races = False
+        self.drop_waits = False
+        self.error: BaseException | None = None
 
-class RawModule:
-    """Compiles `code` once per text; -I options are passed on, options of NVRTC are replaced by g++'s."""
+    # ---- memory -------------------------------------------------------------------------------------------
 
-    def __init__(self, code: str, options: tuple[str, ...]) -> None:
-        key = hashlib.sha256((code + repr(options)).encode()).hexdigest()[:16]
-        self._folder = tempfile.TemporaryDirectory(prefix=f"aps_standin_{key}_")
-        source = Path(self._folder.name) / "kernels.cpp"
-        library = Path(self._folder.name) / "kernels.so"
-        source.write_text(code)
-        includes = [option for option in options if option.startswith("-I")]
-        subprocess.run(
-            [
-                "g++",
-                "-std=c++17",
-                "-O2",
-                "-ffp-contract=off",
-                "-fPIC",
-                "-shared",
-                "-Wall",
-                "-Wextra",
-                "-Werror",
-                "-include",
-                str(Path(__file__).parent / "shim.h"),
-                *includes,
-                str(source),
-                "-o",
-                str(library),
-            ],
-            check=True,
-        )
-        self._library = ctypes.CDLL(str(library))
+    def allocate(self, n_bytes: int, stream: int) -> int:
+        size = -(-max(n_bytes, 1) // 512) * 512
+        with self.lock:
+            spare = self.free.get((stream, size))
+            if spare:
+                address = spare.pop()
+            else:
+                if sum(self.device_ranges.values()) + size > self.limit:
+                    raise OutOfMemoryError(f"Out of memory allocating {size} bytes")
+                address = self.base + self.used
+                self.used += size
+            self.device_ranges[address] = size
+            self.counts["allocations"] += 1
+            spoil = lambda: ctypes.memset(address, 0xCD, size)  # noqa: E731
+            self.stream(stream).push("spoil", spoil)
+            return address
 
-    def get_function(self, name: str) -> RawKernel:
-        return RawKernel(self._library, name)
+    def release(self, address: int, stream: int) -> None:
+        with self.lock:
+            size = self.device_ranges.pop(address)
+            self.free.setdefault((stream, size), []).append(address)
+
+    def kind_of(self, address: int, n_bytes: int) -> int:
+        for ranges, kind in ((self.device_ranges, DEVICE), (self.foreign, DEVICE), (self.pinned, PINNED)):
+            for start, size in ranges.items():
+                if start <= address and address + n_bytes <= start + size:
+                    return kind
+        if self.base <= address and address + n_bytes <= self.base + self.used:
+            return DEVICE  # given back, but the stream that it belongs to may still use it
+        return 0
+
+    def known(self) -> np.ndarray:
+        rows = [(start, start + size, DEVICE) for start, size in self.foreign.items()]
+        rows += [(start, start + size, PINNED) for start, size in self.pinned.items()]
+        rows += [(self.base, self.base + self.used, DEVICE)]
+        return np.array(rows, np.uint64).reshape(-1, 3)
+
+    def opened(self, run: Callable[[], Any]) -> None:
+        """Run something as the device: its pages can be touched meanwhile."""
+        size = -(-self.used // PAGE) * PAGE
+        if size and not self.is_open:
+            _libc.mprotect(self.base, size, 3)
+        self.is_open += 1
+        try:
+            run()
+        finally:
+            self.is_open -= 1
+            if size and not self.is_open:
+                _libc.mprotect(self.base, size, 0)
+
+    # ---- streams ------------------------------------------------------------------------------------------
+
+    def stream(self, ptr: int) -> "_Stream":
+        if ptr not in self.streams:
+            self.streams[ptr] = _Stream(ptr)
+        return self.streams[ptr]
+
+    def step(self) -> bool:
+        """Run the head of a stream drawn at random; False if none can run."""
+        ready = [stream for stream in self.streams.values() if stream.can_run()]
+        if not ready:
+            return False
+        self.random.choice(ready).run_one()
+        return True
+
+    def until(self, is_over: Callable[[], bool]) -> None:
+        with self.lock:
+            while not is_over():
+                assert self.step(), "the device waits for an event that is never recorded"
+
+    def progress(self) -> None:
+        with self.lock:
+            for _ in range(self.random.randrange(4)):
+                self.step()
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
 
 
 class _Stream:
+    """What is queued on one stream."""
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+        self.queue: deque[tuple[str, Any]] = deque()
+        self.log: list[str] = []
+
+    def push(self, what: str, run: Callable[[], Any]) -> None:
+        with _state.lock:
+            self.queue.append((what, run))
+            if _state.eager:
+                _state.until(lambda: not self.queue)
+
+    def can_run(self) -> bool:
+        if not self.queue:
+            return False
+        what, payload = self.queue[0]
+        return what != "wait" or payload()
+
+    def run_one(self) -> None:
+        what, run = self.queue.popleft()
+        if what == "wait":
+            return
+        try:
+            _state.opened(run)
+        except BaseException as error:  # as a device does: seen at the next call that looks
+            _state.error = _state.error or error
+
+
+_state = _State()
+
+
+def reset(seed: int = 0, *, eager: bool = False, limit: int = ARENA) -> None:
+    """Start afresh: nothing queued, nothing counted, another order of streams."""
+    _state.until(lambda: not any(stream.queue for stream in _state.streams.values()))
+    _state.reset(seed, eager, limit)
+    _current.__dict__.clear()
+
+
+def counts() -> Counter[str]:
+    """What was asked of the device: launches, waits, copies, events."""
+    return _state.counts
+
+
+def kernel_bytes() -> Counter[str]:
+    """Bytes that kernels have read and written, by kernel and kind of memory."""
+    return _state.kernel_bytes
+
+
+def register(address: int, n_bytes: int) -> None:
+    """Memory of a framework's tensor plays device memory."""
+    if n_bytes:
+        with _state.lock:
+            _state.foreign[address] = max(n_bytes, _state.foreign.get(address, 0))
+
+
+def unregister(address: int) -> None:
+    _state.foreign.pop(address, None)
+
+
+def look_for_races(on: bool = True) -> None:
+    """Have kernels stop where two threads touch the same byte and one of them writes."""
+    _state.looks_for_races = on
+
+
+def enqueue(stream: int, run: Callable[[], Any]) -> None:
+    """Queue a piece of the framework's own work."""
+    _state.stream(stream).push("framework", run)
+
+
+def drain() -> None:
+    """Let the device finish; not counted, for tests that look at memory."""
+    _state.until(lambda: not any(stream.queue for stream in _state.streams.values()))
+    _state.progress()
+
+
+def read(address: int, n_bytes: int) -> bytes:
+    """Contents of device memory, for tests."""
+    drain()
+    found: list[bytes] = []
+    _state.opened(lambda: found.append(ctypes.string_at(address, n_bytes)))
+    return found[0]
+
+
+# ---- cupy.cuda --------------------------------------------------------------------------------------------
+
+_current = threading.local()
+
+
+class MemoryPointer:
+    """As CuPy's: memory that goes back to its stream's pool when nobody holds it."""
+
+    def __init__(self, ptr: int, stream: int) -> None:
+        self.ptr, self._stream = ptr, stream
+
+    def __del__(self) -> None:
+        _state.release(self.ptr, self._stream)
+
+
+def _alloc(size: int) -> MemoryPointer:
+    stream = getattr(_current, "streams", [0])[-1]
+    return MemoryPointer(_state.allocate(size, stream), stream)
+
+
+class PinnedMemory:
+    """Page-locked host memory of exactly this size."""
+
+    def __init__(self, size: int, flags: int = 0) -> None:
+        self._array = np.full(max(size, 1) + 256, 0x5A, np.uint8)
+        self.ptr = int(self._array.ctypes.data) + -self._array.ctypes.data % 256
+        self.size = size
+        begin, end = self._array.ctypes.data, self._array.ctypes.data + len(self._array)
+        for start, n in list(_state.foreign.items()):  # of tensors that are gone
+            if start < end and begin < start + n:
+                del _state.foreign[start]
+        _state.pinned[self.ptr] = size
+        _state.counts["pinned bytes"] += size
+
+    def __del__(self) -> None:
+        self._array.fill(0xDD)
+        _state.pinned.pop(self.ptr, None)
+
+
+class _StreamHandle:
     def __init__(self, ptr: int) -> None:
         self.ptr = ptr
 
-    def __enter__(self) -> "_Stream":
+    def __enter__(self) -> "_StreamHandle":
+        _current.__dict__.setdefault("streams", [0]).append(self.ptr)
         cuda.entered.append(self.ptr)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        pass
+        _current.streams.pop()
 
     def synchronize(self) -> None:
-        pass
+        _state.counts["waits"] += 1
+        stream = _state.stream(self.ptr)
+        _state.until(lambda: not stream.queue)
+        _state.progress()
+
+    def record(self, event: "Event | None" = None) -> "Event":
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: "Event") -> None:
+        _state.counts["stream waits"] += 1
+        if _state.drop_waits:
+            return
+        version = event._recorded
+        _state.stream(self.ptr).push("wait", lambda: event._finished >= version)
 
 
-class _Device:
-    def __init__(self, id: int = 0) -> None:
-        self.id = id
+class Stream(_StreamHandle):
+    _numbers = iter(range(1 << 20, 1 << 30))
 
-    def __enter__(self) -> "_Device":
+    def __init__(
+        self, null: bool = False, non_blocking: bool = False, ptds: bool = False, priority: int | None = None
+    ) -> None:
+        assert non_blocking, "a blocking stream waits for the framework's default stream"
+        super().__init__(next(self._numbers))
+
+
+class ExternalStream(_StreamHandle):
+    def __init__(self, ptr: int, device_id: int = -1) -> None:
+        super().__init__(ptr)
+
+
+class Event:
+    def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
+        self._recorded = self._finished = 0
+
+    def record(self, stream: _StreamHandle | None = None) -> None:
+        _state.counts["events"] += 1
+        self._recorded += 1
+        version = self._recorded
+
+        def reach() -> None:
+            self._finished = max(self._finished, version)
+
+        _state.stream(stream.ptr if stream is not None else 0).push("record", reach)
+
+    @property
+    def done(self) -> bool:
+        _state.counts["queries"] += 1
+        _state.progress()
+        return self._finished >= self._recorded
+
+    def synchronize(self) -> None:
+        _state.counts["waits"] += 1
+        version = self._recorded
+        _state.until(lambda: self._finished >= version)
+        _state.progress()
+
+
+class Device:
+    def __init__(self, device: int | None = None) -> None:
+        self.id = device if device is not None else getattr(_current, "devices", [0])[-1]
+        self.compute_capability = "80"
+
+    def __enter__(self) -> "Device":
+        _current.__dict__.setdefault("devices", [0]).append(self.id)
+        cuda.devices.append(self.id)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        pass
+        _current.devices.pop()
+
+    def synchronize(self) -> None:
+        _state.counts["waits"] += 1
+        drain()
 
 
 class _Attributes:
@@ -127,20 +376,204 @@ class _Attributes:
 
     device = 0
 
-    def __init__(self, address: int) -> None:
-        assert address
+    def __init__(self, ptr: int) -> None:
+        assert ptr
+
+
+class _Runtime:
+    memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice = 1, 2, 3  # noqa: N815
+    pointerGetAttributes = _Attributes  # noqa: N815
+
+    @staticmethod
+    def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:  # noqa: N802
+        _state.counts["copies"] += 1
+        kinds = {1: (PINNED, DEVICE), 2: (DEVICE, PINNED), 3: (DEVICE, DEVICE)}[kind]
+
+        def check() -> None:
+            for address, wanted in zip((src, dst), kinds):
+                if _state.kind_of(address, size) != wanted:
+                    raise IllegalAddress(f"a copy of kind {kind} was given {address:#x}, which is not such memory")
+
+        check()
+        if kind == 2:
+            ctypes.memset(dst, 0xA5, size)  # whoever reads too early reads this
+
+        def run() -> None:
+            check()
+            ctypes.memmove(dst, src, size)
+
+        _state.stream(stream).push("copy", run)
+
+    @staticmethod
+    def memsetAsync(ptr: int, value: int, size: int, stream: int) -> None:  # noqa: N802
+        _state.counts["memsets"] += 1
+        if _state.kind_of(ptr, size) != DEVICE:
+            raise IllegalAddress(f"memset of {ptr:#x}, which is not device memory")
+        _state.stream(stream).push("memset", lambda: ctypes.memset(ptr, value, size))
+
+
+# ---- compiling and launching ------------------------------------------------------------------------------
+
+
+class nvrtc:  # noqa: N801 (CuPy's name)
+    """cupy_backends.cuda.libs.nvrtc: a "cubin" is a shared library."""
+
+    n_compiled = 0
+    version = (12, 9)
+
+    @staticmethod
+    def getVersion() -> tuple[int, int]:  # noqa: N802
+        return nvrtc.version
+
+    @staticmethod
+    def createProgram(src: str, name: str, headers: list, include_names: list) -> dict[str, Any]:  # noqa: N802
+        return {"src": src}
+
+    @staticmethod
+    def compileProgram(prog: dict[str, Any], options: list) -> None:  # noqa: N802
+        nvrtc.n_compiled += 1
+        prog["cubin"] = compile_for_host(prog["src"], tuple(options))
+
+    @staticmethod
+    def getCUBIN(prog: dict[str, Any]) -> bytes:  # noqa: N802
+        return prog["cubin"]
+
+    @staticmethod
+    def getProgramLog(prog: dict[str, Any]) -> str:  # noqa: N802
+        return ""
+
+    @staticmethod
+    def destroyProgram(prog: dict[str, Any]) -> None:  # noqa: N802
+        prog.clear()
+
+
+def compile_for_host(code: str, options: tuple[str, ...], extra: tuple[str, ...] = ()) -> bytes:
+    """The shared library of a kernel source; kept in memory of this machine by what it is made from."""
+    assert "--fmad=false" in options
+    includes = [option for option in options if option.startswith("-I")]
+    flush = any(option.lstrip("-") in ("ftz=true", "use_fast_math") for option in options)
+    parts = [
+        code,
+        repr(sorted(extra)),
+        str(flush),
+        *((FOLDER / name).read_text() for name in ("shim.h", "runtime.cpp")),
+    ]
+    parts += [path.read_text() for one in includes for path in sorted(Path(one[2:]).glob("*.h"))]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    cache = Path(tempfile.gettempdir()) / f"aps_standin_{os.getuid()}"
+    cache.mkdir(mode=0o700, exist_ok=True)
+    library = cache / f"{key}.so"
+    if not library.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            source, made = Path(folder) / "kernels.cpp", Path(folder) / "kernels.so"
+            source.write_text(code)
+            command = ["g++", "-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-Wall", "-Wextra", "-Werror"]
+            command += ["-Wno-unknown-pragmas", *extra]
+            objects = [str(Path(folder) / "kernels.o"), str(Path(folder) / "runtime.o")]
+            shim = ["-include", str(FOLDER / "shim.h"), *includes]
+            subprocess.run([*command, "-fsanitize=thread", *shim, "-c", str(source), "-o", objects[0]], check=True)
+            subprocess.run([*command, "-c", str(FOLDER / "runtime.cpp"), "-o", objects[1]], check=True)
+            subprocess.run(["g++", "-shared", *extra, *objects, "-o", str(made)], check=True)
+            os.replace(_copy(made, cache), library)
+    return library.read_bytes() + (b"FLUSH" if flush else b"KEEPS")
+
+
+def _copy(path: Path, folder: Path) -> Path:
+    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+        file.write(path.read_bytes())
+    return Path(file.name)
+
+
+_WORDS = (
+    "status", "address", "size", "is_write", "read_device", "written_device", "read_pinned", "written_pinned",
+    "n_accesses",
+)  # fmt: skip
+_libraries: dict[bytes, ctypes.CDLL] = {}
+
+
+class Function:
+    def __init__(self, library: ctypes.CDLL, name: str, flush: bool) -> None:
+        self._library, self._name, self._flush = library, name, flush
+        self._address = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: Any,
+        shared_mem: int = 0,
+        stream: _StreamHandle | None = None,
+        enable_cooperative_groups: bool = False,
+    ) -> None:
+        assert len(args) <= MAX_ARGUMENTS and block[0] % 32 == 0
+        slots = np.zeros(MAX_ARGUMENTS, np.uint64)
+        for k, argument in enumerate(args):
+            # CuPy takes the size of a scalar from its type, so a plain int would be an error there
+            assert isinstance(argument, np.integer), f"argument {k} must be a NumPy integer"
+            slots[k] = int(argument) & (2**64 - 1)
+        _state.counts["launches"] += 1
+        _state.counts[self._name] += 1
+
+        def run() -> None:
+            known = _state.known()
+            self._library.standin_launch.restype = ctypes.c_void_p
+            found = self._library.standin_launch(
+                ctypes.c_void_p(self._address),
+                grid[0],
+                block[0],
+                ctypes.c_void_p(slots.ctypes.data),
+                ctypes.c_void_p(known.ctypes.data),
+                len(known),
+                int(self._flush),
+                int(_state.looks_for_races),
+            )
+            seen = dict(zip(_WORDS, (ctypes.c_uint64 * len(_WORDS)).from_address(found)))
+            if seen["status"]:
+                what = ("", "an illegal address", "a misaligned address", "a race")[seen["status"]]
+                verb = "writes" if seen["is_write"] else "reads"
+                raise IllegalAddress(f"{self._name} {verb} {seen['size']} bytes at {seen['address']:#x}: {what}")
+            for word in _WORDS[4:]:
+                _state.kernel_bytes[f"{self._name} {word}"] += seen[word]
+                _state.kernel_bytes[word] += seen[word]
+
+        stream_ptr = stream.ptr if stream is not None else getattr(_current, "streams", [0])[-1]
+        _state.stream(stream_ptr).push(self._name, run)
+
+
+class Module:
+    def load(self, cubin: bytes) -> None:
+        self._flush = cubin.endswith(b"FLUSH")
+        key = hashlib.sha256(cubin).digest()
+        if key not in _libraries:
+            with tempfile.NamedTemporaryFile(suffix=".so") as file:
+                file.write(cubin[:-5])
+                file.flush()
+                _libraries[key] = ctypes.CDLL(file.name)
+        self._library = _libraries[key]
+
+    def get_function(self, name: str) -> Function:
+        return Function(self._library, name, self._flush)
+
+
+class RawModule:
+    """As CuPy's, which always asks the compiler to flush subnormal numbers."""
+
+    def __init__(self, code: str, *, options: tuple[str, ...] = ()) -> None:
+        self._module = Module()
+        self._module.load(compile_for_host(code, (*options, "-ftz=true")))
+
+    def get_function(self, name: str) -> Function:
+        return self._module.get_function(name)
 
 
 class cuda:  # noqa: N801 (CuPy's name)
-    """cupy.cuda: streams only remember that they were entered."""
+    """cupy.cuda."""
 
     entered: list[int] = []
-    ExternalStream = _Stream
-    Device = _Device
-
-    class runtime:  # noqa: N801 (CuPy's name)
-        pointerGetAttributes = _Attributes  # noqa: N815
-
-    @staticmethod
-    def alloc_pinned_memory(n_bytes: int) -> Any:
-        return memoryview(bytearray(n_bytes))
+    devices: list[int] = []
+    Stream, ExternalStream, Event, Device = Stream, ExternalStream, Event, Device
+    alloc = staticmethod(_alloc)
+    PinnedMemory = PinnedMemory
+    runtime = _Runtime
+    function = SimpleNamespace(Module=Module, Function=Function)
+    memory = SimpleNamespace(OutOfMemoryError=OutOfMemoryError)

@@ -13,13 +13,14 @@ from reference import Format
 
 from horovod_aps.engine.exchange import Exchange, local_allreduce
 from horovod_aps.engine.layer import Layer
+from horovod_aps.engine.reductions.base import Reduction
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.options import Options
 from horovod_aps.transports.local import LocalTransport
 
 
 # ---- the toy reduction: all of it -------------------------------------------------------------------------
-class Star:
+class Star(Reduction):
     """Rank 0 gets everyone's bucket, sums it, and sends the rounded sums with their exponents to everyone."""
 
     def __init__(self, bucket, rank: int, size: int) -> None:

@@ -3,6 +3,7 @@ for CuPy give CPU bits.
 """
 
 import ctypes
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import cuda_standin  # noqa: E402
 
-from horovod_aps.kernels.cuda import source_folder  # noqa: E402
+from horovod_aps.kernels.nvrtc import OPTIONS, source_folder  # noqa: E402
 from horovod_aps.simulate import EmulatedOptimizer, _native, float_quantize, quant_gemm  # noqa: E402
 
 # One host thread per CUDA thread and a barrier for __syncthreads; blocks run one after the other, so that a
@@ -87,7 +88,7 @@ class RawModule:
 
 
 def module_options() -> tuple[str, ...]:
-    return (*_native.CUDA_OPTIONS, f"-I{source_folder()}")
+    return (*OPTIONS, f"-I{source_folder()}")
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +102,14 @@ def as_on_cuda(module, monkeypatch) -> Callable[[Callable[[], torch.Tensor]], to
     """Calls a function as if its tensors were on a GPU: through the launchers, on torch's current stream."""
     asked = []
 
-    def load(code: str, options: tuple[str, ...]) -> RawModule:
-        asked.append((code, options))
+    def load(device: Any, source: str, index: int) -> RawModule:
+        asked.append((source, index))
         return module
 
     def call(function: Callable[[], torch.Tensor]) -> torch.Tensor:
         with monkeypatch.context() as patch:
-            patch.setitem(sys.modules, "cupy", SimpleNamespace(RawModule=load, cuda=cuda_standin.cuda))
+            patch.setitem(sys.modules, "cupy", cuda_standin)
+            patch.setattr(_native, "load", load)
             patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM))
             patch.setattr(_native, "on_cuda", lambda where, name, tensor: True)
             _native._cuda_kernel.cache_clear()
@@ -115,7 +117,7 @@ def as_on_cuda(module, monkeypatch) -> Callable[[Callable[[], torch.Tensor]], to
             result = function()
             _native._cuda_kernel.cache_clear()
         assert cuda_standin.cuda.entered == [STREAM]
-        assert asked == [((source_folder() / "aps_simulate.cu").read_text(), module_options())]
+        assert asked == [("aps_simulate.cu", 0)]
         return result
 
     return call
@@ -156,9 +158,18 @@ def test_emulated_optimizer_on_cuda_equals_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(EmulatedOptimizer, "_device", lambda self: torch.device("cuda", 0))
-    cuda_standin.cuda.entered.clear()
+    layer_of = EmulatedOptimizer._layer
+
+    def on_device(*arguments):
+        layer = layer_of(*arguments)
+        for address in (layer.source, layer.target):
+            cuda_standin.register(address, 4 * math.prod(layer.shape))
+        return layer
+
+    monkeypatch.setattr(EmulatedOptimizer, "_layer", on_device)
+    cuda_standin.reset(1, eager=True)
     assert torch.equal(train(), expected)
-    assert set(cuda_standin.cuda.entered) == {STREAM}
+    assert cuda_standin.counts()["launches"]
 
 
 @pytest.mark.parametrize("architecture", ["sm_70", "sm_80", "sm_90"])
@@ -171,7 +182,7 @@ def test_source_compiles_with_nvrtc(architecture):
     program = ctypes.c_void_p()
     code = (source_folder() / "aps_simulate.cu").read_bytes()
     assert library.nvrtcCreateProgram(ctypes.byref(program), code, b"aps_simulate.cu", 0, None, None) == 0
-    options = [f"--gpu-architecture={architecture}", f"-I{source_folder()}", *_native.CUDA_OPTIONS]
+    options = [f"--gpu-architecture={architecture}", f"-I{source_folder()}", *OPTIONS]
     table = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
     status = library.nvrtcCompileProgram(program, len(options), table)
     size = ctypes.c_size_t()

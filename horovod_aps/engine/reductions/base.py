@@ -6,18 +6,29 @@ and is resumed when that is done.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
+from horovod_aps.engine.feedback import Residuals
 from horovod_aps.engine.layer import Layer
 from horovod_aps.engine.layout import BucketLayout, LayerSpec
 from horovod_aps.engine.pool import Lease
 from horovod_aps.engine.seeds import stochastic_seed
 from horovod_aps.engine.statistics import exponent_histograms
-from horovod_aps.kernels import DONE, ITEM_SIZES, SUM_FLOAT, SUM_FORMAT, SUM_KAHAN
+from horovod_aps.kernels import (
+    DONE,
+    EXP_NONFINITE,
+    EXP_ZERO,
+    FLOAT32,
+    ITEM_SIZES,
+    SUM_FLOAT,
+    SUM_FORMAT,
+    SUM_KAHAN,
+)
 from horovod_aps.options import Options
 from horovod_aps.timeline import Phases
 from horovod_aps.transports.base import Request, Transport
@@ -29,10 +40,15 @@ Steps = Generator[Request, None, None]
 
 
 class Reduction(Protocol):
-    """One bucket from agreed exponents to results."""
+    """One bucket from gradients that all ranks have to results."""
+
+    needs_exponents: bool = True
+    """Whether the exchange is to add residuals, and to share the gradients' exponents in the header."""
+    n_near: int = 1
+    """Ranks of a host, which together send what a ring all-reduce would have one of them send."""
 
     def bytes_sent(self) -> float:
-        """Packed bytes that this rank sends in one run."""
+        """Bytes that this rank sends in one run, without headers."""
 
     def run(self, work: Work) -> Steps:
         """Reduce the bucket; on return every target holds its result."""
@@ -50,6 +66,7 @@ class Work:
     lease: Lease
     phase: Phases
     step_number: int
+    residuals: Residuals
     table: np.ndarray = field(init=False)
     """Segments that point at what is to be encoded, later at where results go; with the agreed exponents."""
     owned: list[Any] = field(default_factory=list)
@@ -62,6 +79,8 @@ class Work:
     """By layer, as agreed on."""
     measured: np.ndarray | None = None
     """What the kernels have measured of rounding, if asked to."""
+    measured_layers: np.ndarray = field(init=False)
+    """The layer of each row of `measured`."""
     histograms: np.ndarray | None = None
     """Of the values' exponents by layer, if asked to."""
 
@@ -70,6 +89,35 @@ class Work:
         self._point_at([layer.source for layer in self.layers])
         factors = np.array([layer.factor for layer in self.layers])
         self.table["factor"] = factors[self.bucket.layer_of_segment]
+        self.measured_layers = self.bucket.layer_of_segment
+
+    def part(self, bucket: BucketLayout, rows: slice, values: np.ndarray) -> Work:
+        """The same work for some of the segments, which `bucket` has, and whose float32 values stand in a row."""
+        part = copy.copy(self)
+        part.bucket, part.measured_layers, part.owned = bucket, bucket.layer_of_segment, [values]
+        part.table = bucket.segments.copy()
+        part.table["factor"] = self.table["factor"][rows]
+        starts = np.cumsum(part.table["n"]) - part.table["n"]
+        part.table["data"] = self.kernels.address(values) + (4 * starts).astype(np.uint64)
+        part.table["dtype"] = FLOAT32
+        return part
+
+    def add_residuals(self) -> None:
+        """With error feedback, add what earlier steps have lost of these segments; that sum is what is encoded."""
+        if self.options.error_feedback:
+            self.owned += self.residuals.fold_parts(self.layers, self.table, self.bucket.layer_of_segment)
+
+    def scale(self, shared: np.ndarray, n_summed: int) -> None:
+        """Encode with these exponents by layer: as shared, or as the paper's low-precision sums need them."""
+        exponents = shared.copy()
+        ordinary = (exponents != EXP_ZERO) & (exponents != EXP_NONFINITE)
+        if self.options.accumulate != "float32":  # partial sums of so many values must not overflow
+            exponents[ordinary] += int(np.ceil(np.log2(n_summed)))
+        if not self.options.scaling:  # a fixed scale of 1: every format's own top exponent
+            tops = np.array([spec.format.top_exponent for spec in self.specs], np.int32)
+            exponents[ordinary] = tops[ordinary]
+        self.layer_exponents = exponents
+        self.table["exponent"] = exponents[self.bucket.layer_of_segment]
 
     def _point_at(self, addresses: list[int]) -> None:
         starts = np.array(addresses, np.uint64)[self.bucket.layer_of_segment]

@@ -8,11 +8,11 @@ from __future__ import annotations
 import numpy as np
 
 from horovod_aps.engine.layout import BucketLayout, part_of
-from horovod_aps.engine.reductions.base import Steps, Work
+from horovod_aps.engine.reductions.base import Reduction, Steps, Work
 from horovod_aps.kernels import SUM_FLOAT
 
 
-class Swap:
+class Swap(Reduction):
     """A bucket in one piece, between two ranks."""
 
     def __init__(self, bucket: BucketLayout, rank: int, size: int) -> None:
@@ -45,11 +45,12 @@ class Swap:
             inputs = [send[span] if k == rank else received[k][span] for k in range(size)]
             # Both ranks lose the same where partial sums are rounded; they take turns in keeping it.
             if work.options.error_feedback and work.mode != SUM_FLOAT and number % size == rank:
-                self._keep_losses(work, part, inputs, residuals[rows])
+                self.keep_losses(work, part, inputs, residuals[rows])
             work.kernels.decode(part, inputs, work.mode)
 
     @staticmethod
-    def _keep_losses(work: Work, part: np.ndarray, inputs: list[np.ndarray], residuals: np.ndarray) -> None:
+    def keep_losses(work: Work, part: np.ndarray, inputs: list[np.ndarray], residuals: np.ndarray) -> None:
+        """Return what partial sums lose when they are rounded to (e, m)."""
         scratch = work.kernels.zeros(int(part["n"].sum()))
         exact = work.exact_sums(part, scratch, inputs)
         sums = work.lease.take(len(inputs[0]))

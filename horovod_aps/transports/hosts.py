@@ -1,0 +1,219 @@
+"""Which ranks share a host, and the memory that they share: found out when ranks have just been connected.
+
+All ranks say three things, in messages before any other:
+
+    1  the host that they are on
+    2  the name of the host's memory, the first rank of each host
+    3  whether they could open it
+
+Every rank hears all of it, so all come to the same conclusion. After the first there is nothing more to say if two
+levels make no sense.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from horovod_aps.config import host_name
+from horovod_aps.errors import LostPeer, not_ours
+from horovod_aps.log import logger
+from horovod_aps.transports.base import Bytes, Request, Transport
+from horovod_aps.transports.memory import HostMemory, Room
+
+POLL_SECONDS = 50e-6
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def own_host() -> str:
+    """What tells this host from others: HOROVOD_APS_HOST, else its name and its latest start."""
+    given = host_name()
+    if given:
+        return given
+    boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
+    return hashlib.sha256(f"{socket.gethostname()} {boot}".encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """How the ranks of a process set are spread over hosts; `room` is there if all hosts have shared memory."""
+
+    ranks: tuple[tuple[int, ...], ...]
+    """Of every host, by their place on it; hosts are in the order of their first ranks."""
+    rank: int
+    room: Room | None = None
+    why_flat: str = ""
+    """Why there is no room."""
+
+    @property
+    def n_hosts(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def host(self) -> int:
+        """The number of this rank's host."""
+        return next(i for i, ranks in enumerate(self.ranks) if self.rank in ranks)
+
+    @property
+    def place(self) -> int:
+        """This rank's place on its host."""
+        return self.ranks[self.host].index(self.rank)
+
+    @property
+    def n_places(self) -> int:
+        return len(self.ranks[0])
+
+    @property
+    def peers(self) -> list[int]:
+        """The ranks with the same place, by host."""
+        return [ranks[self.place] for ranks in self.ranks]
+
+    def __str__(self) -> str:
+        counts = sorted({len(ranks) for ranks in self.ranks})
+        return f"{self.n_hosts} hosts with {' or '.join(map(str, counts))} ranks"
+
+
+def group(keys: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Ranks by host; `keys` names the host of each rank."""
+    hosts: dict[str, list[int]] = {}
+    for rank, key in enumerate(keys):
+        hosts.setdefault(key, []).append(rank)
+    return tuple(map(tuple, hosts.values()))
+
+
+def why_not(ranks: Sequence[Sequence[int]]) -> str:
+    """Why ranks that are spread like this cannot reduce in two levels; empty if they can."""
+    if len(ranks) == 1:
+        return "all ranks are on one host"
+    if len({len(of_host) for of_host in ranks}) > 1:
+        return f"hosts have different numbers of ranks: {', '.join(str(len(of_host)) for of_host in ranks)}"
+    if len(ranks[0]) == 1:
+        return "every rank has a host to itself"
+    return ""
+
+
+def _read(rank: int, message: bytes) -> str:
+    try:
+        text = json.loads(message)
+    except ValueError:
+        text = None
+    if not isinstance(text, str):
+        raise not_ours(rank, len(message))
+    return text
+
+
+class HostedTransport:
+    """A transport whose ranks know their hosts when it is ready."""
+
+    def __init__(self, transport: Transport, why_flat: str = "", host: str | None = None) -> None:
+        """`why_flat` is why this rank wants no shared memory, if so; then there is none."""
+        self._transport, self._why_flat = transport, why_flat
+        self.rank, self.size, self.memory = transport.rank, transport.size, transport.memory
+        self.hosts: Hosts | None = None
+        self._host = own_host() if host is None else host
+        self._ranks: tuple[tuple[int, ...], ...] = ()
+        self._heard: list[deque[bytes]] = [deque() for _ in range(self.size)]  # before everything was said
+        self._n_said = 0
+        self._answers: list[list[str]] = []
+        self._memory: HostMemory | None = None
+
+    def ready(self) -> bool:
+        if self.hosts is not None:
+            return True
+        if not self._transport.ready():
+            return False
+        if self._n_said == 0:
+            self._say(f"flat {self._why_flat}" if self._why_flat else f"host {self._host}")
+        for rank, message in self._transport.heard():
+            self._heard[rank].append(message)
+        if gone := {rank for rank in self._transport.gone() if not self._heard[rank]}:
+            raise LostPeer(f"rank {min(gone)} has ended while this rank waits for it")
+        while self.hosts is None and all(self._heard):
+            self._answers.append([_read(rank, messages.popleft()) for rank, messages in enumerate(self._heard)])
+            self._conclude(self._answers[-1])
+        return self.hosts is not None
+
+    def _say(self, text: str) -> None:
+        message = json.dumps(text).encode()
+        self._n_said += 1
+        self._heard[self.rank].append(message)
+        self._transport.post(message)
+
+    def _conclude(self, said: list[str]) -> None:
+        if len(self._answers) == 1:
+            self._ranks = group(said)
+            wishes = [text.removeprefix("flat ") for text in said if text.startswith("flat ")]
+            if wishes:
+                self._end(wishes[0])
+            elif why := why_not(self._ranks):
+                self._end(why)
+            else:
+                self._say(self._make())
+        elif len(self._answers) == 2:
+            self._say(self._open(said))
+        else:
+            failures = [f"rank {rank} cannot share its host's memory: {text}" for rank, text in enumerate(said) if text]
+            self._end(failures[0] if failures else "")
+            if failures and self.rank == 0:
+                logger.warning("%s; every rank exchanges with every other instead", failures[0])
+
+    def _mine(self) -> tuple[int, ...]:
+        return next(ranks for ranks in self._ranks if self.rank in ranks)
+
+    def _make(self) -> str:
+        if self.rank != self._mine()[0]:
+            return ""
+        try:
+            self._memory = HostMemory.make()
+        except OSError as error:
+            return f"none: {error.strerror}"
+        return self._memory.name
+
+    def _open(self, names: list[str]) -> str:
+        """Open the host's memory; returns why it did not work, if so."""
+        try:
+            if self._memory is None:
+                self._memory = HostMemory.open(names[self._mine()[0]])
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
+
+    def _end(self, why_flat: str) -> None:
+        room = None
+        if not why_flat:
+            assert self._memory is not None
+            mine = self._mine()
+            room = Room(self._memory, mine.index(self.rank), len(mine))
+        self.hosts = Hosts(self._ranks, self.rank, room, why_flat)
+
+    def heard(self) -> list[tuple[int, bytes]]:
+        kept = [(rank, message) for rank, messages in enumerate(self._heard) for message in messages]
+        if kept:
+            self._heard = [deque() for _ in range(self.size)]
+        return kept + self._transport.heard()
+
+    def post(self, message: bytes) -> None:
+        self._transport.post(message)
+
+    def gone(self) -> set[int]:
+        return self._transport.gone()
+
+    def transfer(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], tag: int) -> Request:
+        return self._transport.transfer(outgoing, incoming, tag)
+
+    def pause(self, seconds: float) -> None:
+        """Sleep until the network has something, at most so long; memory that ranks share must be looked at."""
+        pause = getattr(self._transport, "pause", None)
+        if pause is not None and (self.hosts is None or self.hosts.room is None):
+            pause(seconds)
+        else:
+            time.sleep(POLL_SECONDS)
+
+    def close(self) -> None:
+        self._transport.close()

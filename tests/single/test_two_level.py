@@ -1,0 +1,351 @@
+"""The two-level reduction among emulated ranks: the real exchange and real shared memory, hosts by name only.
+
+Oracle: float32 sums of each host in the order of its ranks, then the NumPy simulation of an exchange among the hosts.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy as np
+import pytest
+import reference
+from exchange_oracle import CODES, SIZES, assert_same_bits, make_gradients
+from reference import Format
+
+from horovod_aps.engine.exchange import Exchange, local_allreduce
+from horovod_aps.engine.layer import Layer
+from horovod_aps.engine.layout import LayerSpec, plan_buckets, shards_among
+from horovod_aps.engine.reductions import two_level
+from horovod_aps.formats import FLOAT32, FloatFormat
+from horovod_aps.kernels import CpuKernels
+from horovod_aps.options import Options
+from horovod_aps.transports import hosts as hosts_module
+from horovod_aps.transports.hosts import HostedTransport, group, why_not
+from horovod_aps.transports.local import LocalTransport
+from horovod_aps.transports.memory import HostMemory, Need, Room
+
+LAYOUTS = [(2, 2), (2, 4), (2, 3), (3, 2), (4, 2)]
+
+
+def exchanges(names: list[str], options: Options) -> list[Exchange]:
+    """One rank for each name, which is that of its host."""
+    world = LocalTransport.world(len(names))
+    return [
+        Exchange(CpuKernels(), HostedTransport(one, options.why_flat, name), options) for one, name in zip(world, names)
+    ]
+
+
+def names_of(n_hosts: int, n_places: int) -> list[str]:
+    return [f"host{i}" for i in range(n_hosts) for _ in range(n_places)]
+
+
+def reduce_all(grads, ranks, factor: float | None = None) -> list[dict[str, np.ndarray]]:
+    outs = [{name: np.full_like(x, 77) for name, x in rank.items()} for rank in grads]
+    factor = 1 / len(grads) if factor is None else factor
+    layers = [
+        [
+            Layer(name, x.shape, CODES[x.dtype], x.ctypes.data, out[name].ctypes.data, factor, (x, out))
+            for name, x in rank.items()
+        ]
+        for rank, out in zip(grads, outs)
+    ]
+    local_allreduce(layers, ranks[0].options, ranks[0].kernels, ranks)
+    return outs
+
+
+def host_sums(grads, names: list[str]) -> list[dict[str, np.ndarray]]:
+    sums = []
+    for ranks in group(names):
+        sums.append({})
+        for name in grads[0]:
+            total = grads[ranks[0]][name].astype(np.float32)
+            for rank in ranks[1:]:
+                total = total + grads[rank][name].astype(np.float32)
+            sums[-1][name] = total
+    return sums
+
+
+def expected(grads, names: list[str], fmt, mode: str, bucket_mb: float) -> dict[str, np.ndarray]:
+    """What every rank gets of an average."""
+    sums, n_hosts = host_sums(grads, names), len(set(names))
+    formats = fmt if isinstance(fmt, dict) else dict.fromkeys(sums[0], fmt)
+    specs = [
+        LayerSpec(name, x.shape, CODES[x.dtype], FloatFormat(*formats[name]) if formats[name] else FLOAT32)
+        for name, x in grads[0].items()
+    ]
+    n_shards = len(names) // n_hosts * shards_among(n_hosts)
+    results = {}
+    for bucket in plan_buckets(specs, len(names), bucket_mb, n_shards):
+        inside = [specs[i].name for i in bucket.layers]
+        pieces = [
+            [
+                reference.Piece(inside[bucket.layer_of_segment[row]], int(one["first"]), int(one["first"] + one["n"]))
+                for row, one in enumerate(bucket.segments)
+                if bucket.shard_segments[k] <= row < bucket.shard_segments[k + 1]
+            ]
+            for k in range(n_shards)
+        ]
+        part = [{name: host[name] for name in inside} for host in sums]
+        results |= reference.simulate_exchange(part, formats, op="sum", mode=mode, scale=1 / len(names), shards=pieces)
+    return {name: x.astype(grads[0][name].dtype) for name, x in results.items()}
+
+
+@pytest.fixture(params=[1 << 20, 64], ids=["one piece", "many pieces"])
+def piece(request, monkeypatch) -> None:
+    monkeypatch.setattr(two_level, "PIECE", request.param)
+
+
+@pytest.mark.parametrize("bucket_mb", [16.0, 0.002], ids=["one bucket", "several"])
+@pytest.mark.parametrize("accumulate", ["float32", "format", "kahan"])
+@pytest.mark.parametrize("n_hosts, n_places", LAYOUTS)
+def test_equals_simulation(n_hosts: int, n_places: int, accumulate: str, bucket_mb: float, piece: None) -> None:
+    names = names_of(n_hosts, n_places)
+    grads = make_gradients(SIZES, len(names))
+    grads[1]["layer3"][2] = np.nan
+    grads[-1]["layer4"][0] = np.inf
+    ranks = exchanges(names, Options(4, 3, accumulate=accumulate, bucket_mb=bucket_mb))
+    wanted = expected(grads, names, Format(4, 3), accumulate, bucket_mb)
+    for _ in range(3):
+        for out in reduce_all(grads, ranks):
+            for name, x in out.items():
+                assert_same_bits(x, wanted[name], name)
+    assert all(rank.transport.hosts.room is not None for rank in ranks)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_gradients(dtype: str) -> None:
+    names = names_of(2, 2)
+    grads = make_gradients((5, 1000), 4, dtype)
+    wanted = expected(grads, names, Format(4, 3), "float32", 16.0)
+    for out in reduce_all(grads, exchanges(names, Options(4, 3))):
+        for name, x in out.items():
+            assert x.dtype == grads[0][name].dtype
+            assert_same_bits(x, wanted[name], name)
+
+
+def test_hybrid_precision_and_interleaved_hosts() -> None:
+    """Ranks of a host need not be neighbours."""
+    names = ["a", "b", "b", "a"]
+    grads = make_gradients((64, 1000, 3), 4)
+    options = Options(4, 3, overrides={"layer0": "float32", "layer2": (3, 0)})
+    formats = {"layer0": None, "layer1": Format(4, 3), "layer2": Format(3, 0)}
+    wanted = expected(grads, names, formats, "float32", 16.0)
+    for out in reduce_all(grads, exchanges(names, options)):
+        for name, x in out.items():
+            assert_same_bits(x, wanted[name], name)
+
+
+@pytest.mark.parametrize("accumulate", ["float32", "kahan"])
+@pytest.mark.parametrize("n_hosts, n_places", [(2, 2), (3, 2)])
+def test_error_feedback_returns_everything(n_hosts: int, n_places: int, accumulate: str) -> None:
+    """What was sent and what is kept add up to what was handed in, after every number of steps."""
+    names = names_of(n_hosts, n_places)
+    grads = make_gradients((9, 1025), len(names))
+    ranks = exchanges(names, Options(3, 1, error_feedback=True, accumulate=accumulate))
+    total = {name: np.zeros(x.shape) for name, x in grads[0].items()}
+    for step in range(1, 5):
+        for name, x in reduce_all(grads, ranks, factor=1.0)[0].items():
+            total[name] += x
+        for name, x in grads[0].items():
+            kept = np.zeros(x.shape)
+            for rank in ranks:
+                for key, values in rank.residuals.items():
+                    if key.startswith(f"{name}["):
+                        first, last = map(int, key[len(name) + 1 : -1].split(":"))
+                        kept[first:last] += values
+            handed_in = step * np.sum([one[name].astype(np.float64) for one in grads], axis=0)
+            np.testing.assert_allclose(total[name] + kept, handed_in, rtol=1e-5, atol=1e-6 * np.abs(handed_in).max())
+    per_rank = [sum(values.size for values in rank.residuals.values()) for rank in ranks]
+    assert sum(per_rank) == n_hosts * (9 + 1025) and max(per_rank) <= (9 + 1025) / n_places + 8
+
+
+def test_residuals_survive_another_cut_and_a_checkpoint() -> None:
+    grads = make_gradients((1025,), 6)
+    ranks = exchanges(names_of(3, 2), Options(3, 1, error_feedback=True))
+    reduce_all(grads, ranks)
+    states = [rank.state() for rank in ranks]
+    assert all(states[0]["residuals"])
+    same = exchanges(names_of(3, 2), Options(3, 1, error_feedback=True))
+    other = exchanges(names_of(2, 2), Options(3, 1, error_feedback=True))
+    for rank, state in zip([*same, *other], states + states):
+        rank.load_state(state)
+    for mine, theirs in zip(reduce_all(grads, ranks), reduce_all(grads, same)):
+        assert_same_bits(mine["layer0"], theirs["layer0"])
+    reduce_all(grads[:4], other)
+    assert sum(values.size for values in other[0].residuals.values()) < 1025
+
+
+def test_stochastic_rounding_has_the_same_bits_in_every_run() -> None:
+    grads = make_gradients((1025, 64), 4)
+    options = Options(2, 1, rounding="stochastic", seed=7)
+    first, second = (reduce_all(grads, exchanges(names_of(2, 2), options)) for _ in range(2))
+    other = reduce_all(grads, exchanges(names_of(2, 2), options.replace(seed=8)))
+    for rank in range(4):
+        for name in grads[0]:
+            assert_same_bits(first[rank][name], first[0][name])
+            assert_same_bits(first[rank][name], second[rank][name])
+    assert any(not np.array_equal(first[0][name], other[0][name]) for name in grads[0])
+
+
+def test_measures_are_those_of_the_host() -> None:
+    """Ranks of a host measure one part each, and know the whole."""
+    names = names_of(2, 2)
+    grads = make_gradients((1024, 33), 4)
+    ranks = exchanges(names, Options(3, 2, stats=True))
+    reduce_all(grads, ranks)
+    sums = host_sums(grads, names)
+    for number, rank in enumerate(ranks):
+        for name, layer in rank.statistics.as_dict()["layers"].items():
+            values = sums[number // 2][name]
+            exponent = reference.shared_exponent([host[name] for host in sums], Format(3, 2))
+            lost = reference.residual(values, exponent, Format(3, 2))
+            error = np.sqrt(np.sum(lost**2) / np.sum(values.astype(np.float64) ** 2))
+            assert layer["exponent"] == exponent
+            np.testing.assert_allclose(layer["relative_error"], error, rtol=1e-6)
+            assert sum(layer["histogram"]) == np.count_nonzero(values)
+
+
+@pytest.mark.parametrize("n_hosts, n_places", [(2, 4), (3, 2)])
+def test_a_host_sends_what_one_rank_would(n_hosts: int, n_places: int) -> None:
+    n = 100_000
+    grads = make_gradients((n,), n_hosts * n_places)
+    ranks = exchanges(names_of(n_hosts, n_places), Options(4, 3))
+    reduce_all(grads, ranks)
+    sent = [rank.statistics.as_dict()["bytes_sent"] for rank in ranks]
+    per_host = 2 * (n_hosts - 1) / n_hosts * n
+    for host in range(n_hosts):
+        assert per_host <= sum(sent[host * n_places : (host + 1) * n_places]) <= 1.02 * per_host
+
+
+# ---- who shares a host ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "names, why",
+    [
+        (["a", "a"], "one host"),
+        (["a", "b"], "to itself"),
+        (["a", "a", "b"], "2, 1"),
+    ],
+)
+def test_flat_where_two_levels_make_no_sense(names: list[str], why: str) -> None:
+    assert why in why_not(group(names))
+    grads = make_gradients((100,), len(names))
+    ranks = exchanges(names, Options(4, 3))
+    reduce_all(grads, ranks)
+    assert all(rank.transport.hosts.room is None and why in rank.transport.hosts.why_flat for rank in ranks)
+    forced = exchanges(names, Options(4, 3, hierarchy="two-level"))
+    for rank, layers in zip(forced, grads):
+        rank.submit(Layer("x", (100,), 0, layers["layer0"].ctypes.data, layers["layer0"].ctypes.data, 1.0))
+    errors = drive(forced)
+    assert len(errors) == len(names) and all(why in str(error) for error in errors)
+
+
+def drive(ranks) -> list[ValueError]:
+    """The errors of all ranks that wait at the same time."""
+    errors, running = [], [rank.steps() for rank in ranks]
+    while running:
+        for steps in list(running):
+            try:
+                next(steps)
+            except StopIteration:
+                running.remove(steps)
+            except ValueError as error:
+                errors.append(error)
+                running.remove(steps)
+    return errors
+
+
+def test_flat_by_choice_or_for_lack_of_memory(monkeypatch, caplog) -> None:
+    grads = make_gradients((100,), 4)
+    ranks = exchanges(names_of(2, 2), Options(4, 3, hierarchy="flat"))
+    flat = reduce_all(grads, ranks)
+    assert ranks[0].transport.hosts.room is None
+
+    def refuse(name: str) -> HostMemory:
+        raise OSError(0, "it is something else here")
+
+    monkeypatch.setattr(hosts_module.HostMemory, "open", refuse)
+    ranks = exchanges(names_of(2, 2), Options(4, 3))
+    for mine, theirs in zip(reduce_all(grads, ranks), flat):
+        assert_same_bits(mine["layer0"], theirs["layer0"])
+    assert "rank 1 cannot share" in ranks[3].transport.hosts.why_flat
+    assert "something else" in caplog.text
+
+
+def test_memory_of_others_is_not_opened(tmp_path) -> None:
+    memory = HostMemory.make()
+    assert HostMemory.open(memory.name).array(0, 16).tobytes() == memory.array(0, 16).tobytes()
+    path, mark = memory.name.split()
+    with open(tmp_path / "file", "wb") as file:
+        wrong = [
+            f"/proc/{os.getpid()}/fd/{file.fileno()} {mark}",
+            f"{path} {'0' * 32}",
+            f"{tmp_path}/file {mark}",
+            "none: no memory",
+            "",
+        ]
+        for name in wrong:
+            with pytest.raises(OSError):
+                HostMemory.open(name)
+
+
+def test_nothing_is_left_in_the_system() -> None:
+    """The memory has no name in a file system, so that nothing can stay behind."""
+    before = set(os.listdir("/dev/shm"))
+    ranks = exchanges(names_of(2, 2), Options(4, 3))
+    reduce_all(make_gradients((1000,), 4), ranks)
+    assert set(os.listdir("/dev/shm")) == before
+
+
+# ---- the room ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_at_any_speed_never_meet_wrong_content(seed: int) -> None:
+    """Random buckets, ranks that move on in random order, memory that grows: everyone reads what was written for it."""
+    draw = random.Random(seed)
+    n_places = draw.choice([2, 3])
+    memory = HostMemory.make()
+    rooms = [Room(memory if place == 0 else HostMemory.open(memory.name), place, n_places) for place in range(n_places)]
+    needs = [Need(draw.randint(1, 3), 64 * draw.randint(1, 4), 64 * draw.randint(1, 4)) for _ in range(30)]
+
+    def bucket(room: Room, number: int, need: Need):
+        visit = room.visit(need)
+        yield visit.turn()
+        for piece in range(need.n_pieces):
+            yield visit.free(piece)
+            visit.part(piece, room.place)[: need.part] = (number * 7 + piece * 3 + room.place) % 251
+            visit.wrote(piece)
+            yield visit.written(piece)
+            for other in range(n_places):
+                assert (visit.part(piece, other)[: need.part] == (number * 7 + piece * 3 + other) % 251).all()
+            visit.summed(piece)
+        visit.content[room.place] = (number + room.place) % 251
+        visit.tell(two_level.SCANNED)
+        yield visit.all_told(two_level.SCANNED)
+        visit.content[32 + room.place] = (number + room.place) % 250
+        visit.tell(two_level.FILLED)
+        yield visit.all_told(two_level.FILLED)
+        for other in range(n_places):
+            assert (
+                visit.content[other] == (number + other) % 251 and visit.content[32 + other] == (number + other) % 250
+            )
+        visit.tell(two_level.READ)
+
+    running = []  # of each rank: generators and what they wait for, in order
+    for room in rooms:
+        steps = [bucket(room, number, need) for number, need in enumerate(needs)]
+        running.append([[one, next(one)] for one in steps])
+    idle = 0
+    while any(running):
+        jobs = draw.choice([jobs for jobs in running if jobs])
+        job = draw.choice(jobs)
+        idle = 0 if job[1].done() else idle + 1
+        assert idle < 100_000, "the ranks wait for each other"
+        if job[1].done():
+            job[1] = next(job[0], None)
+            if job[1] is None:
+                jobs.remove(job)
