@@ -35,6 +35,7 @@ TORCH_FILES = (
     "test_simulate.py",
     "test_torch_orders.py",
     "test_torch_process_sets.py",
+    "test_torch_activations.py",
 )
 
 
@@ -53,6 +54,8 @@ def launcher(kind: str, n_ranks: int) -> list[str]:
             "-np",
             str(n_ranks),
         ]
+    if kind == "torchrun":
+        return [str(HOROVODRUN.with_name("torchrun")), "--nproc-per-node", str(n_ranks), "--no-python"]
     command = [str(HOROVODRUN), "--gloo" if kind == "gloo" else "--mpi", "-np", str(n_ranks)]
     if kind == "horovodrun-mpi":
         command += ["--mpi-args=--oversubscribe --bind-to none"]
@@ -131,6 +134,12 @@ def launch(
 
 def _read(path: Path) -> str:
     return path.read_text() if path.exists() else "(this rank has run nothing)"
+
+
+@pytest.mark.parametrize("kind", ["mpirun", "gloo"])
+def test_two_levels(kind, tmp_path):
+    """Four ranks on one machine, told by the tests that they are two hosts."""
+    launch(kind, 4, ("test_torch_two_level.py", "test_tensorflow_two_level.py"), tmp_path)
 
 
 @pytest.mark.parametrize("kind, n_ranks", [("mpirun", 2), ("mpirun", 3), ("gloo", 2)])

@@ -1,8 +1,8 @@
 """How Open MPI waits: busy, or giving up the core to whoever needs it.
 
-It waits busily by default. Where ranks have fewer cores than threads (their own, Horovod's, the framework's) that keeps
-the others from work: a fifth of the time at 10 Gbit/s. So where it is crowded this package chooses the other way, before
-MPI starts, unless the user has chosen.
+It waits busily by default. Where ranks have fewer cores than threads (their own, Horovod's, the framework's) that
+keeps the others from work: a fifth of the time at 10 Gbit/s. So where it is crowded this package chooses the other way,
+before MPI starts, unless the user has chosen.
 """
 
 from __future__ import annotations
