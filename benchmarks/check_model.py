@@ -18,7 +18,6 @@ from typing import Any
 from horovod_aps.tools import perfmodel, predict, shapes
 from horovod_aps.tools.perfmodel import Machine, Network
 
-
 # Element counts of works.DigitsNet, which this program need not import PyTorch for.
 DIGITS = [288, 32, 18_432, 64, 2_097_152, 2_048, 4_194_304, 2_048, 20_480, 10]
 
@@ -55,7 +54,8 @@ def check(paths: Sequence[Path], network: Network, machine: Machine) -> int:
                     continue
                 error = predicted / one["median"] - 1
                 errors.append(abs(error))
-                layout = f"{case['n_hosts']}x{case.get('n_places', 1)}"
+                n_places = case.get("n_places", 1)
+                layout = str(n_ranks) if n_places == 1 else f"{case['n_hosts']}x{n_places}"
                 for kind, name in (("link", case["link"]), ("hosts", layout), ("method", method)):
                     groups[kind].setdefault(name, []).append(abs(error))
                 times = (f"{1e3 * one['median']:.1f}", f"{1e3 * predicted:.1f}", f"{100 * error:+.0f} %")
@@ -63,7 +63,7 @@ def check(paths: Sequence[Path], network: Network, machine: Machine) -> int:
     if not rows:
         names = ", ".join(map(str, paths))
         raise ValueError(f"check_model.py: {names} must hold at least one case that the model covers, got none")
-    print(predict.table(["work", "link", "hosts", "method", "measured ms", "predicted ms", "error"], rows))
+    print(predict.table(["work", "link", "ranks", "method", "measured ms", "predicted ms", "error"], rows))
     print("\nMedian and largest error:\n")
     summary = [
         [kind, name, str(len(mine)), f"{100 * statistics.median(mine):.0f} %", f"{100 * max(mine):.0f} %"]

@@ -143,7 +143,7 @@ def _derive(result: dict[str, Any]) -> None:
         known = one["bytes"] is not None and result["rate_bits"] is not None
         one["wire_share"] = max(one["bytes_by_rank"]) * 8 / result["rate_bits"] / one["median"] if known else None
         bits = bits_per_element(name)
-        n_ranks = result["case"]["n_hosts"]
+        n_ranks = result["n_ranks"] // result.get("case", {}).get("n_places", 1)
         one["model_bytes"] = None if bits is None else 2 * (n_ranks - 1) / n_ranks * result["n_elements"] * bits / 8
 
 
