@@ -166,6 +166,7 @@ class _Peer:
         self.wanted: dict[int, deque[tuple[Bytes, _SocketRequest]]] = {}  # by tag
         self.early: dict[int, deque[bytearray]] = {}  # came before anyone wanted it
         self.closed = self.left = False
+        self.n_frames = 0  # that have come or gone
         self._front = bytearray(FRAME.size)
         self._view = memoryview(self._front)
         self._tag = -1  # of the frame whose bytes are coming
@@ -216,6 +217,7 @@ class _Peer:
             self.outbox.popleft()
             if request is not None:
                 request.n_open -= 1
+                self.n_frames += 1
         return total
 
     def _receive_some(self) -> int:
@@ -257,6 +259,7 @@ class _Peer:
         return first
 
     def _end_body(self) -> None:
+        self.n_frames += 1
         if self._tag == TAG_CONTROL:
             message = bytes(self._body)
             if message == FAREWELL:
@@ -372,13 +375,22 @@ class SocketTransport:
                     self._forget(peer)
 
     def pause(self, seconds: float) -> None:
-        """Sleep until something can be sent or received, at most so long."""
-        with self._lock:
-            for key in list(self._selector.get_map().values()):
-                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if key.data.outbox else 0)
-                if key.events != events and not key.data.closed:
-                    self._selector.modify(key.fileobj, events, key.data)
-        self._selector.select(seconds)
+        """Send and receive until something has come or gone as a whole, at most so long."""
+        n_frames, end = self._n_frames(), time.monotonic() + seconds
+        while seconds > 0 and self._n_frames() == n_frames:
+            with self._lock:
+                for key in list(self._selector.get_map().values()):
+                    events = selectors.EVENT_READ | (selectors.EVENT_WRITE if key.data.outbox else 0)
+                    if key.events != events and not key.data.closed:
+                        self._selector.modify(key.fileobj, events, key.data)
+            if not self._selector.select(seconds):
+                return
+            self.pump()
+            seconds = end - time.monotonic()
+
+    def _n_frames(self) -> int:
+        """How many frames have come or gone, and connections ended."""
+        return sum(peer.n_frames + peer.closed for peer in self._peers.values())
 
     def _forget(self, peer: _Peer) -> None:
         for key in list(self._selector.get_map().values()):
