@@ -148,7 +148,7 @@ def _reducescatter(
     postscale_factor: float = 1.0,
     name: Any = None,
 ) -> Any:
-    raise ValueError("APSCompressor: hvd.reducescatter is not supported; use hvd.Compression.none for it")
+    raise _no_reducescatter("reducescatter")
 
 
 @tf.experimental.dispatch_for_api(mpi_ops.MPI_LIB.horovod_grouped_reducescatter, {"tensors": List[WireTensor]})  # noqa: UP006
@@ -162,7 +162,11 @@ def _grouped_reducescatter(
     postscale_factor: float = 1.0,
     name: Any = None,
 ) -> Any:
-    raise ValueError("APSCompressor: hvd.grouped_reducescatter is not supported; use hvd.Compression.none for it")
+    raise _no_reducescatter("grouped_reducescatter")
+
+
+def _no_reducescatter(name: str) -> ValueError:
+    return ValueError(f"APSCompressor: hvd.{name} is not supported; use hvd.Compression.none for it")
 
 
 def _advise_groups(compressor: APSCompressor) -> None:
