@@ -1,6 +1,6 @@
 """Hugging Face Accelerate: register the hook after `prepare`, which wraps the model in DDP.
 
-    torchrun --nproc-per-node 2 examples/pytorch/ddp_accelerate.py
+torchrun --nproc-per-node 2 examples/pytorch/ddp_accelerate.py
 """
 
 import torch
