@@ -35,6 +35,7 @@ TORCH_FILES = (
     "test_simulate.py",
     "test_torch_orders.py",
     "test_torch_process_sets.py",
+    "test_torch_activations.py",
 )
 
 

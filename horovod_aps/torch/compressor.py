@@ -24,7 +24,10 @@ from horovod_aps.kernels import for_torch
 from horovod_aps.kernels.for_torch import on
 from horovod_aps.torch import seam
 from horovod_aps.torch.carrier import TorchCarrier
+from horovod_aps.torch.suspicion import Suspicion
 from horovod_aps.torch.ticket import PRESENT, SPEAKS_MPI, Ticket, TicketOffice
+
+MAX_MET = 256  # groups, as programs may name them as they like
 
 
 @dataclass(slots=True)
@@ -54,6 +57,8 @@ class _Batch:
     closed: bool = False
     group: list[Layer] | None = None
     n_unnamed: int = 0
+    suspicion: Suspicion | None = None
+    """While ranks have not met yet in this reducer, or group."""
 
     @property
     def size(self) -> int:
@@ -69,6 +74,7 @@ class APSCompressor(BaseCompressor, Compressor):
         self._batches: dict[tuple[int, torch.device], _Batch] = {}
         self._world: Any = None
         self._n_unnamed_groups = 0
+        self._met: set[Any] = set()  # where ranks have been waited for once in this world
         seam.register()
 
     # ---- Horovod's interface ------------------------------------------------------------------------------
@@ -131,7 +137,7 @@ class APSCompressor(BaseCompressor, Compressor):
             raise checks.wrong_op(op, mpi_ops)
         device = tensors[0].device
         if grouped:
-            batch = self._new_batch(process_set_id, device, self._group_label(group))
+            batch = self._new_batch(process_set_id, device, self._group_label(group), len(tensors))
         else:
             batch = self._open_batch(process_set_id, device)
         if op == mpi_ops.Average:
@@ -143,6 +149,8 @@ class APSCompressor(BaseCompressor, Compressor):
             batch.group = layers
             for layer in layers:
                 layer.group_size = len(layers)
+        if batch.suspicion is not None and group is not None:
+            batch.suspicion.note(group)
         self._hand_in(batch, layers)
         return batch.ticket.handle
 
@@ -188,7 +196,7 @@ class APSCompressor(BaseCompressor, Compressor):
             batch = self._batches[process_set_id, device] = self._new_batch(process_set_id, device, "")
         return batch
 
-    def _new_batch(self, process_set_id: int, device: torch.device, group: str) -> _Batch:
+    def _new_batch(self, process_set_id: int, device: torch.device, group: str, n_grouped: int = 0) -> _Batch:
         process_set = process_set_of(mpi_ops._basics, process_set_id)
         reducer = self._reducer(process_set, device)
         world = mpi_ops._handle_map  # hvd.init() makes a new one
@@ -199,6 +207,10 @@ class APSCompressor(BaseCompressor, Compressor):
         else:
             assert isinstance(reducer.tickets, TicketOffice)
             batch.ticket = reducer.tickets.open()
+        place = (process_set_id, batch.members, device.type, group)
+        if batch.size > 1 and place not in self._met and len(self._met) < MAX_MET:
+            self._met.add(place)
+            batch.suspicion = Suspicion(batch.ticket, process_set_id, n_grouped)
         if isinstance(reducer, TorchCarrier):
             reducer.expect(batch.ticket)
         elif isinstance(reducer, Exchange) and batch.size > 1:
@@ -231,6 +243,7 @@ class APSCompressor(BaseCompressor, Compressor):
         if self._world is not mpi_ops._handle_map:
             self._world = mpi_ops._handle_map
             self._retire_all()
+            self._met.clear()
         packed = self._options.transport == "packed"
         key = ReducerKey(process_set.process_set_id, str(device) if packed else "host", tuple(process_set.ranks))
         found = self._reducers.get(key)
@@ -258,6 +271,9 @@ class APSCompressor(BaseCompressor, Compressor):
         if batch.group is not None:  # Horovod has waited, but not for a group that has integers as well
             mpi_ops.synchronize(batch.ticket.handle)
         batch.ticket.waited_for()
+        if batch.suspicion is not None:
+            batch.suspicion.end()
+            batch.suspicion = None
         if batch.closed and layer.done:
             if isinstance(batch.reducer, Exchange):
                 batch.reducer.kernels.end()  # PyTorch's stream may be another one now
