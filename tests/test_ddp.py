@@ -6,6 +6,7 @@ Oracle of restarts: a run of the same worker that nobody has interrupted, bit fo
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -85,6 +86,24 @@ def test_survivors_of_a_killed_rank_end_with_an_error(n_ranks, tmp_path):
         for one in ranks:
             one.kill()
             one.wait()
+
+
+@pytest.mark.parametrize(
+    "script, wanted",
+    [
+        ("ddp_digits.py --max-steps 60 --aps-allreduce", r"step 60: test accuracy [5-9]\d.*\n.* 0\.25\d of"),
+        ("ddp_digits.py --max-steps 3 --synthetic --fp16-allreduce", r"step 3: test accuracy"),
+        ("ddp_lightning.py", r"rank [01]: error \d\.\d+e-(0[3-9]|1\d), bytes 0\.25\d of"),
+        ("ddp_accelerate.py", r"rank [01]: error \d\.\d+e-(0[3-9]|1\d), bytes 0\.25\d of"),
+    ],
+)
+def test_examples(script, wanted):
+    name, *arguments = script.split()
+    if name != "ddp_digits.py":
+        pytest.importorskip(name.removeprefix("ddp_").removesuffix(".py").replace("lightning", "pytorch_lightning"))
+    code, output = run([*TORCHRUN, str(ROOT / "examples" / "pytorch" / name), *arguments], 120, {})
+    assert code == 0, output[-5000:]
+    assert re.search(wanted, output), output[-3000:]
 
 
 def test_without_horovod_tensorflow_and_mpi():
