@@ -10,6 +10,7 @@ the process moving (`progress`).
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import OrderedDict, deque
@@ -137,6 +138,12 @@ class Exchange:
     def is_idle(self) -> bool:
         """Whether it holds nothing."""
         return not (self._pending or self._jobs or self._submitted or self._flight)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether the ranks of this host, with Horovod's threads, outnumber its cores."""
+        hosts = None if self.transport is None else self.transport.hosts
+        return hosts is not None and 2 * len(hosts.ranks[hosts.host]) > (os.cpu_count() or 1)
 
     @property
     def way(self) -> str:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from horovod_aps.engine.exchange import Exchange
 
 POLL_SECONDS = 50e-6  # between looks at the network while there is nothing else to do
+CROWDED_POLL_SECONDS = 400e-6  # the same where ranks have to share cores, which every look takes from others
 THREAD_SECONDS = 20e-3  # between looks of the thread; each takes the interpreter from whoever has it
 ALONE_SECONDS = 0.1  # without a look by anyone else, after which the thread looks; sooner, it costs more than it brings
 IMPATIENT_SECONDS = 0.1  # without any movement
@@ -52,6 +53,7 @@ def run(exchange: Exchange, steps: Generator[bool, None, None]) -> None:
     """Take the steps of a wait to their end, and those of all other exchanges in between."""
     global _last_look
     idle, since = 0, time.monotonic()
+    poll = CROWDED_POLL_SECONDS if exchange.is_crowded else POLL_SECONDS
     for moved in steps:
         _last_look = now = time.monotonic()
         if moved or (len(_active) > 1 and drive_others(exchange, now - since > IMPATIENT_SECONDS)):
@@ -60,7 +62,7 @@ def run(exchange: Exchange, steps: Generator[bool, None, None]) -> None:
         idle += 1
         # Yield the core at first, in case the answer is near; then sleep, so that the kernels of the other ranks and
         # Horovod's own thread get the cores.
-        time.sleep(0 if idle < 20 else POLL_SECONDS)
+        time.sleep(0 if idle < 20 else poll)
 
 
 def drive_others(exchange: Exchange | None, impatient: bool) -> bool:

@@ -35,7 +35,7 @@ def own_host() -> str:
     """What tells this host from others: HOROVOD_APS_HOST, else its name and its latest start."""
     given = host_name()
     if given:
-        return given
+        return "_".join(given.split())
     boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
     return hashlib.sha256(f"{socket.gethostname()} {boot}".encode()).hexdigest()[:16]
 
@@ -129,7 +129,7 @@ class HostedTransport:
         if not self._transport.ready():
             return False
         if self._n_said == 0:
-            self._say(f"flat {self._why_flat}" if self._why_flat else f"host {self._host}")
+            self._say(f"{self._host} {self._why_flat}")
         for rank, message in self._transport.heard():
             self._heard[rank].append(message)
         if gone := {rank for rank in self._transport.gone() if not self._heard[rank]}:
@@ -147,8 +147,8 @@ class HostedTransport:
 
     def _conclude(self, said: list[str]) -> None:
         if len(self._answers) == 1:
-            self._ranks = group(said)
-            wishes = [text.removeprefix("flat ") for text in said if text.startswith("flat ")]
+            self._ranks = group([text.partition(" ")[0] for text in said])
+            wishes = [why for text in said if (why := text.partition(" ")[2])]
             if wishes:
                 self._end(wishes[0])
             elif why := why_not(self._ranks):
