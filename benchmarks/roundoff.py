@@ -10,6 +10,7 @@ Relative error ||s - exact|| / ||exact|| of the sum against float64, for
   kahan     the same with Kahan's correction, also in the format
   grouped   the same in two levels, groups of about sqrt(N) ranks
   float32   our exchange: APS exponent without the factor N, sum in float32, two roundings (one for N = 2)
+  two hosts our exchange in two levels: float32 sums of half of the ranks each, then as float32 with N = 2
   no scale  the paper's sum without APS: values rounded as they are
 Gradients are either "independent" between ranks (they cancel: the hard case) or "shared": a signal that all ranks have
 plus noise of the same size (they add up).
@@ -26,11 +27,13 @@ from pathlib import Path
 import torch
 from studies import Records, parse_arguments, pyplot, save, show, values
 
-from horovod_aps.engine.exchange import local_allreduce
+from horovod_aps.engine.exchange import Exchange, local_allreduce
 from horovod_aps.engine.layer import Layer
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.options import Options
 from horovod_aps.simulate import sum_gradients
+from horovod_aps.transports.hosts import HostedTransport
+from horovod_aps.transports.local import LocalTransport
 
 RANKS = (2, 4, 8, 16, 32, 64, 128, 256)
 FORMATS = ((5, 2), (4, 3), (3, 4), (3, 2), (3, 0))
@@ -49,6 +52,18 @@ def exchange_sum(grads: Sequence[torch.Tensor], e: int, m: int) -> torch.Tensor:
     copies = [grad.clone() for grad in grads]
     layers = [[Layer("layer", tuple(g.shape), 0, g.data_ptr(), g.data_ptr(), 1.0, g)] for g in copies]
     local_allreduce(layers, Options(e=e, m=m), CpuKernels())
+    return copies[0]
+
+
+def two_level_sum(grads: Sequence[torch.Tensor], e: int, m: int) -> torch.Tensor:
+    """The same with the ranks on two hosts, which sum their own in float32 first."""
+    copies, options = [grad.clone() for grad in grads], Options(e=e, m=m)
+    layers = [[Layer("layer", tuple(g.shape), 0, g.data_ptr(), g.data_ptr(), 1.0, g)] for g in copies]
+    exchanges = [
+        Exchange(CpuKernels(), HostedTransport(one, host=str(2 * one.rank // len(grads))), options)
+        for one in LocalTransport.world(len(grads))
+    ]
+    local_allreduce(layers, options, CpuKernels(), exchanges)
     return copies[0]
 
 
@@ -72,6 +87,7 @@ METHODS: dict[str, Callable[..., torch.Tensor]] = {
     "kahan": _paper(kahan=True),
     "grouped": _grouped,
     "float32": exchange_sum,
+    "two hosts": two_level_sum,
     "no scale": _paper(aps=False),
 }
 
