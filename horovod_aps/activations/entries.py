@@ -184,8 +184,6 @@ class Handle:
         flat = self.entry.flat()
         if flat is None:
             return torch.empty_strided(self.shape, self.stride, dtype=self.entry.dtype)
-        if self.entry.n_bytes >= codec.LARGE:
-            codec.trim()
         out = flat.as_strided(self.shape, _strides(self.shape, self.stride), flat.storage_offset())
         self.add_time(time.perf_counter() - start)
         return out
