@@ -7,6 +7,7 @@ gives wrong numbers in some of the seeds.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +15,14 @@ import cuda_standin
 import numpy as np
 import pytest
 
+from horovod_aps.engine import layout
 from horovod_aps.engine.exchange import Exchange, local_allreduce
 from horovod_aps.engine.layer import Layer
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.kernels.cuda import CudaKernels
 from horovod_aps.options import Options
+from horovod_aps.tools.shapes import MODELS
+from horovod_aps.transports.local import LocalTransport
 
 SHAPES = ((1,), (7,), (33, 5), (4099,))
 FRAMEWORK = 77
@@ -133,3 +137,63 @@ def test_cuda_exchange_keeps_its_state() -> None:
     gpu[0].load_state(state)
     for name, values in cpu[1].residuals.items():
         np.testing.assert_array_equal(gpu[0].kernels.to_host(gpu[0].residuals[name]), values)
+
+
+# ---- what a step of ResNet-50 asks of the device ----------------------------------------------------------
+
+SHRINK = 256  # all sizes, so that the stand-in is quick; the number of layers and buckets is that of the model
+
+
+class Rank:
+    """One rank with kernels of its own, whose backward hands in layers one after the other."""
+
+    def __init__(self, transport: LocalTransport, shapes: list[int]) -> None:
+        self.side = OnGpu()
+        self.exchange = Exchange(self.side.kernels, transport, Options(4, 3, bucket_mb=16 / SHRINK), overlap=True)
+        self.exchange.any_thread = False
+        self.arrays = [np.ones(n, np.float32) for n in shapes]
+        self.tensors = self.side.tensors(self.arrays)
+        self.size = transport.size
+
+    def layers(self) -> list[Layer]:
+        return [
+            Layer(f"l{i}", array.shape, 0, tensor[0].ptr, tensor[0].ptr, 1 / self.size, tensor)
+            for i, (tensor, array) in enumerate(zip(self.tensors, self.arrays))
+        ]
+
+    def backward(self, layers: list[Layer]) -> None:
+        for layer, tensor, array in zip(layers, self.tensors, self.arrays):
+            self.side.backward([tensor], [array])
+            self.exchange.submit(layer)
+
+
+@pytest.mark.parametrize(("n_ranks", "most"), [(2, (80, 130)), (8, (56, 250))])
+def test_a_step_of_resnet50_waits_for_nothing(
+    n_ranks: int, most: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Per rank and step: no blocking wait, and no more launches and copies than there were when this was written."""
+    monkeypatch.setattr(layout, "PIECE", layout.PIECE // SHRINK)
+    monkeypatch.setattr(layout, "FIRST", layout.FIRST // SHRINK)
+    cuda_standin.reset(4)
+    shapes = [max(1, math.prod(shape) // SHRINK) for _, shape in MODELS["resnet50"]()]
+    ranks = [Rank(transport, shapes) for transport in LocalTransport.world(n_ranks)]
+    for step in range(3):
+        cuda_standin.counts().clear()
+        layers = [rank.layers() for rank in ranks]
+        for rank, mine in zip(ranks, layers):
+            rank.backward(mine)
+        in_backward = cuda_standin.counts()["launches"]
+        running = [rank.exchange.steps(mine) for rank, mine in zip(ranks, layers)]
+        while running:
+            running = [steps for steps in running if next(steps, None) is not None]
+        for rank in ranks:
+            rank.exchange.kernels.end()
+        counts = cuda_standin.counts()
+        if step:
+            assert in_backward > 0, "nothing has begun in backward"
+    assert counts["waits"] == 0
+    assert counts["launches"] / n_ranks <= most[0] and counts["copies"] / n_ranks <= most[1], counts
+    names = {name for name in counts if name.endswith("_wide_kernel")}
+    assert not names
+    results = ranks[0].side.results(ranks[0].tensors)
+    assert all((result == 1).all() for result in results)
