@@ -49,7 +49,7 @@ setup(
     ext_modules=[
         Extension(
             "horovod_aps._cpu",
-            sources=["cuda/aps_cpu.cpp", "cuda/aps_simulate.cpp"],
+            sources=["cuda/aps_cpu.cpp", "cuda/aps_simulate.cpp", "cuda/aps_activations.cpp"],
             depends=HEADERS,
             language="c++",
             extra_compile_args=[

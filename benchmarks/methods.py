@@ -30,6 +30,8 @@ DEFAULT_METHODS = (
 )
 # Right only in one bucket, and slow on CPUs; the default selection has them once.
 EXTRA_METHODS = ("ddp_powersgd", "ddp_quant8")
+# What a user of DDP chooses among.
+DDP_METHODS = ("ddp_fp32", "ddp_fp16", "ddp_bf16", "ddp_powersgd", "ddp_aps_4_3")
 LEARNING_RATE = 0.01
 # Larger than any model here: all gradients in one bucket.
 ONE_BUCKET_MB = 4096
@@ -104,11 +106,17 @@ class DDPMethod(Method):
 
 
 def make_method(name: str, module: nn.Module) -> Method:
-    """The method of a given name: "horovod_fp32", "horovod_fp16", "aps_<e>_<m>" or "ddp_..."."""
+    """The method of a given name: "horovod_fp32", "horovod_fp16", "aps_<e>_<m>", "ddp_aps_<e>_<m>" or "ddp_..."."""
     if name == "ddp_fp32":
         return DDPMethod(name, module)
     if name == "ddp_fp16":
         return DDPMethod(name, module, default_hooks.fp16_compress_hook)
+    if name == "ddp_bf16":
+        return DDPMethod(name, module, _bf16_over_gloo)
+    if name.startswith("ddp_aps_"):
+        from horovod_aps.ddp import APSState, aps_hook
+
+        return DDPMethod(name, module, aps_hook, APSState(*_bits(name)))
     if name == "ddp_powersgd":
         # Over Gloo this hook breaks with several buckets: it starts collectives from Gloo's worker threads,
         # in an order that differs between ranks. Rank 4 is the largest that its paper uses on images.
@@ -120,6 +128,11 @@ def make_method(name: str, module: nn.Module) -> Method:
     return HorovodMethod(name, module, make_compression(name))
 
 
+def _bf16_over_gloo(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """PyTorch's own hook under another name: by its name DDP refuses it without NCCL, though Gloo adds bfloat16 too."""
+    return default_hooks.bf16_compress_hook(state, bucket)
+
+
 def make_compression(name: str) -> Any:
     """What goes into `hvd.DistributedOptimizer(compression=...)` for a Horovod method."""
     import horovod.torch as hvd
@@ -128,12 +141,17 @@ def make_compression(name: str) -> Any:
         return hvd.Compression.none
     if name == "horovod_fp16":
         return hvd.Compression.fp16
-    kind, *bits = name.split("_")
-    if kind != "aps" or len(bits) != 2 or not all(text.isdigit() for text in bits):
-        raise ValueError(f"make_method: unknown method {name!r}; known are {', '.join(DEFAULT_METHODS)}")
     from horovod_aps.torch import APSCompressor
 
-    return APSCompressor(e=int(bits[0]), m=int(bits[1]))
+    return APSCompressor(*_bits(name))
+
+
+def _bits(name: str) -> tuple[int, int]:
+    """e and m of "aps_<e>_<m>" and "ddp_aps_<e>_<m>"."""
+    kind, *bits = name.removeprefix("ddp_").split("_")
+    if kind != "aps" or len(bits) != 2 or not all(text.isdigit() for text in bits):
+        raise ValueError(f"make_method: unknown method {name!r}; known are {', '.join(DEFAULT_METHODS)}")
+    return int(bits[0]), int(bits[1])
 
 
 def label(name: str) -> str:
@@ -143,17 +161,20 @@ def label(name: str) -> str:
         "horovod_fp16": "Horovod fp16",
         "ddp_fp32": "DDP (Gloo)",
         "ddp_fp16": "DDP fp16 hook",
+        "ddp_bf16": "DDP bf16 hook",
         "ddp_powersgd": "DDP PowerSGD",
         "ddp_quant8": "DDP 8-bit hook",
     }
-    return fixed[name] if name in fixed else "APS ({}, {})".format(*name.split("_")[1:])
+    if name in fixed:
+        return fixed[name]
+    return ("DDP " if name.startswith("ddp_") else "") + "APS ({}, {})".format(*_bits(name))
 
 
 def bits_per_element(name: str) -> float | None:
     """Bits per element of what a method sends around the ring; None if it is no ring."""
-    if name.startswith("aps_"):
-        return 1.0 + sum(map(int, name.split("_")[1:]))
-    return {"fp32": 32.0, "fp16": 16.0}.get(name.split("_")[1])
+    if name.removeprefix("ddp_").startswith("aps_"):
+        return 1.0 + sum(_bits(name))
+    return {"fp32": 32.0, "fp16": 16.0, "bf16": 16.0}.get(name.split("_")[1])
 
 
 class _NestedWork:

@@ -33,7 +33,8 @@ MPIRUN = ["mpirun", "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_
 LAUNCHES = [(kind, n_ranks) for n_ranks in (2, 3, 4, 5) for kind in ("mpi", "gloo")]
 LONG_WARM_UP = 0.3  # of a launch of random scenarios
 MAX_LONG_GROWTH = 0.02
-MIN_SCENARIOS = 60  # after the warm-up, for growth to count: every compressor must have met every scenario before
+MAX_WARMING_GROWTH = 0.1  # while there are new pairs of scenario and compressor, each of which keeps its buffers
+MIN_LONG_SAMPLES = 6  # of the resident size, one after each scenario
 START = 300.0  # seconds for imports and hvd.init(), before the watchdog's patience counts
 GRACE = 15.0  # seconds between the stacks of a rank that hangs and its end: the other ranks' are wanted, too
 
@@ -182,6 +183,7 @@ def worker(args: argparse.Namespace) -> int:
     names = args.only or list(SCENARIOS)
     run, counts, samples, start = Soak(args.seed, args.stock), dict.fromkeys(names, 0), [], time.monotonic()
     error, index, seconds, doing = "", 0, 60 * args.minutes, "starting"
+    n_pairs, n_warming = 0, 0
     try:
         while True:
             going = hvd.broadcast(torch.tensor([int(time.monotonic() - start < seconds)]), 0, name="soak.going")
@@ -198,10 +200,14 @@ def worker(args: argparse.Namespace) -> int:
             if time.monotonic() - start > LONG_WARM_UP * seconds:
                 gc.collect()  # an optimizer and its hooks refer to each other
                 samples.append(resident_bytes())
+                if len(run.pairs) > n_pairs:
+                    n_pairs, n_warming = len(run.pairs), len(samples)
     except BaseException as problem:
         error = f"rank {hvd.rank()}, {doing}: {type(problem).__name__}: {problem}"
         traceback.print_exc()
     watchdog.now("ending")
+    settled = len(samples) - n_warming >= MIN_LONG_SAMPLES
+    judged = samples[n_warming:] if settled else samples
     _write(
         args.folder / f"rank{hvd.rank()}.json",
         {
@@ -209,7 +215,9 @@ def worker(args: argparse.Namespace) -> int:
             "scenarios": counts,
             "results": run.n_results,
             "error": error,
-            "growth": growth(samples) if len(samples) >= MIN_SCENARIOS else None,
+            "growth": growth(judged) if len(judged) >= MIN_LONG_SAMPLES else None,
+            "growth_over": len(judged),  # scenarios
+            "settled": settled,  # no pair of scenario and compressor was new in them
             "resident_mb": round(resident_bytes() / 1e6, 1),
         },
     )
@@ -297,7 +305,9 @@ def long_faults(figures: dict[str, Any], code: int) -> list[str]:
     if not found and not all(rank["results"] for rank in ranks):
         found.append("a rank has compared nothing")
     for rank in ranks:
-        if rank["growth"] is not None and rank["growth"] >= MAX_LONG_GROWTH:
+        if rank["growth"] is None:
+            found.append(f"rank {rank['rank']}: too few scenarios to judge memory; take more --minutes")
+        elif rank["growth"] >= (MAX_LONG_GROWTH if rank["settled"] else MAX_WARMING_GROWTH):
             found.append(f"rank {rank['rank']}: resident size grew by {100 * rank['growth']:.2f} %")
     return found
 

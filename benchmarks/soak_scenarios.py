@@ -69,17 +69,18 @@ class Soak:
         self.compressors = [hvd.Compression.none if stock else APSCompressor(**options) for options in POOL]
         self.rank, self.size = hvd.rank(), hvd.size()
         self.n_results = 0
+        self.pairs: set[tuple[str, int]] = set()  # of scenario and compressor, that have occurred
         self.alone: list[Any] = []  # a process set for each rank, if process sets are used
         self._kernels = CpuKernels()
         self._residuals: dict[tuple[int, str], Any] = {}
-        self._draws = 0
+        self._draws, self._name = 0, ""
 
     def run(self, name: str, index: int) -> None:
         """One scenario, the `index`th of this launch."""
         shared = random.Random(f"{self.seed}/{index}")
         self.key = f"{self.seed}/{index}"
         self.own = random.Random(f"{self.key}/{self.rank}")
-        self._draws = 0
+        self._draws, self._name = 0, name
         SCENARIOS[name](self, shared)
         if mpi_ops._handle_map:
             raise Difference(f"{len(mpi_ops._handle_map)} Horovod handles are left")
@@ -98,6 +99,7 @@ class Soak:
     def inputs(self, which: int, n: int, ranks: Sequence[int], missing: Sequence[int] = ()) -> list[np.ndarray]:
         """A tensor of each of the ranks, zero on some; call it in the same order on all ranks."""
         options = POOL[which]
+        self.pairs.add((self._name, which))
         self._draws += 1
         exact = options.get("transport") == "allreduce" or ("error_feedback" in options and len(ranks) != 2)
         found = []

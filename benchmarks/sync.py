@@ -2,6 +2,7 @@
 
     python benchmarks/sync.py                                     # the default selection, under 15 minutes
     python benchmarks/sync.py --works resnet50 --links 100mbit 1gbit+5ms --hosts 3 4 --launchers mpi gloo
+    python benchmarks/sync.py --ddp --links 1gbit 10gbit          # DDP plain, its hooks, and ours
     python benchmarks/sync.py --links shm                         # needs no root
     python benchmarks/sync.py --scaling                           # cost per rank for 2, 4 and 8 hosts
 
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster import Cluster, ClusterError
-from methods import DEFAULT_METHODS, EXTRA_METHODS, bits_per_element, label
+from methods import DDP_METHODS, DEFAULT_METHODS, EXTRA_METHODS, bits_per_element, label
 from plots import plot_cases, plot_scaling
 from works import WORKS
 
@@ -41,9 +42,11 @@ class Case:
     link: str
     n_hosts: int = 2
     launcher: str = "mpi"
+    only_ddp: bool = False
+    """Whether it compares what a user of DDP chooses among."""
 
     def __str__(self) -> str:
-        return f"{self.work}, {self.link}, {self.n_hosts} hosts, {self.launcher}"
+        return f"{self.work}, {self.link}, {self.n_hosts} hosts, {self.launcher}" + (", DDP" if self.only_ddp else "")
 
 
 DEFAULT_CASES = (
@@ -51,6 +54,7 @@ DEFAULT_CASES = (
     Case("resnet50", "10gbit"),
     *(Case(work, "shm") for work in ("resnet50", "mobilenet_v2", "small")),
     Case("resnet50", "1gbit", launcher="gloo"),
+    *(Case("resnet50", link, launcher="gloo", only_ddp=True) for link in ("1gbit", "10gbit")),
 )
 
 
@@ -130,7 +134,8 @@ def _derive(result: dict[str, Any]) -> None:
         one["bytes"] = statistics.fmean(one["bytes_by_rank"]) if one["bytes_by_rank"] else None
     for name, one in methods.items():
         for base in ("horovod_fp32", "horovod_fp16"):
-            one[f"over_{base}"] = methods[base]["median"] / one["median"] if base in methods else None
+            other = base if base in methods else base.replace("horovod", "ddp")
+            one[f"over_{base}"] = methods[other]["median"] / one["median"] if other in methods else None
         known = one["bytes"] is not None and result["rate_bits"] is not None
         one["wire_share"] = max(one["bytes_by_rank"]) * 8 / result["rate_bits"] / one["median"] if known else None
         bits = bits_per_element(name)
@@ -199,11 +204,11 @@ def choose_cases(arguments: argparse.Namespace) -> list[Case]:
         work = (arguments.works or ["mobilenet_v2"])[0]
         link = (arguments.links or ["100mbit"])[0]
         return [Case(work, link, n, (arguments.launchers or ["mpi"])[0]) for n in arguments.hosts or [2, 4, 8]]
-    if not any((arguments.works, arguments.links, arguments.hosts, arguments.launchers)):
+    if not any((arguments.works, arguments.links, arguments.hosts, arguments.launchers, arguments.ddp)):
         return list(DEFAULT_CASES)
     return [
-        Case(work, link, n_hosts, launcher)
-        for launcher in arguments.launchers or ["mpi"]
+        Case(work, link, n_hosts, launcher, arguments.ddp)
+        for launcher in arguments.launchers or (["gloo"] if arguments.ddp else ["mpi"])
         for n_hosts in arguments.hosts or [2]
         for link in arguments.links or ["1gbit"]
         for work in arguments.works or ["resnet50"]
@@ -215,6 +220,8 @@ def choose_methods(case: Case, arguments: argparse.Namespace) -> Sequence[str]:
         return list(arguments.methods)
     if arguments.scaling:
         return SCALING_METHODS
+    if case.only_ddp:
+        return DDP_METHODS
     return DEFAULT_METHODS + EXTRA_METHODS if case == Case("resnet50", "1gbit") else DEFAULT_METHODS
 
 
@@ -228,8 +235,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--methods",
         nargs="+",
         metavar="METHOD",
-        help=f"of {' '.join(DEFAULT_METHODS + EXTRA_METHODS)}, or aps_<e>_<m>",
+        help=f"of {' '.join(DEFAULT_METHODS + EXTRA_METHODS)} ddp_bf16, or aps_<e>_<m>, ddp_aps_<e>_<m>",
     )
+    parser.add_argument("--ddp", action="store_true", help="compare what a user of DDP chooses among, over Gloo")
     parser.add_argument("--scaling", action="store_true", help="cost per rank as hosts go 2, 4, 8")
     parser.add_argument("--budget", type=float, default=20.0, help="seconds of timing per launch (20)")
     parser.add_argument("--min-rounds", type=int, default=5)

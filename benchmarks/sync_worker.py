@@ -65,6 +65,10 @@ class World:
         else:
             dist.barrier()
 
+    def close(self) -> None:
+        if not self.uses_horovod:
+            dist.destroy_process_group()  # without it Gloo's threads now and then abort the process at its end
+
 
 class Bench:
     """All methods on one work, with what is needed to run each once."""
@@ -203,6 +207,7 @@ def main() -> None:
         with open(config["result"], "w") as file:
             json.dump(result, file)
     world.barrier()
+    world.close()
 
 
 if __name__ == "__main__":

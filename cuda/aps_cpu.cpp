@@ -214,6 +214,7 @@ int aps_use_avx2(int use) {
     if (!use) g_use_avx2 = 0;
     return g_use_avx2 == 1;
 }
+int aps_uses_avx2() { return active() != aps_baseline::codecs; }
 // For tests: set flush-to-zero and denormals-are-zero of the calling thread; returns the state before.
 int aps_set_flush_to_zero(int on) {
 #if defined(APS_X86)

@@ -24,6 +24,7 @@ VARIABLES = {
 # SLURM_STEP_NUM_TASKS that only srun sets. A bare PMIX_RANK is from a launcher that tells no size.
 LAUNCHERS = (
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
+    ("RANK", "WORLD_SIZE"),  # torchrun
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
@@ -83,6 +84,38 @@ def timeline_file() -> Path | None:
 def host_name() -> str:
     """The host that this rank counts to (HOROVOD_APS_HOST), or an empty text."""
     return os.environ.get("HOROVOD_APS_HOST", "").strip()
+
+
+def network_interfaces() -> list[str]:
+    """The interfaces that Horovod's Gloo, or else PyTorch's, was told to use."""
+    for name in ("HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME"):
+        if text := os.environ.get(name, "").strip():
+            return [part.strip() for part in text.split(",")]
+    return []
+
+
+def meeting_address() -> str:
+    """The host at which ranks meet: of Horovod's Gloo or of torch.distributed; empty if nobody says."""
+    horovod = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "").strip()
+    return horovod or os.environ.get("MASTER_ADDR", "").strip()
+
+
+def is_on_one_host() -> bool:
+    """Whether the launcher says that all ranks are on this host, or that the meeting's address is right for it."""
+    if os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "").strip():
+        return True
+    size = os.environ.get("WORLD_SIZE", "")
+    return bool(size) and size == os.environ.get("LOCAL_WORLD_SIZE")
+
+
+def mpi_size() -> int:
+    """How many ranks MPI's launcher has started directly; 0 if it was not MPI's, or torchrun came in between."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return 0
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if os.environ.get(name, "").isdecimal():
+            return int(os.environ[name])
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS", "0")) if "PMIX_RANK" in os.environ else 0
 
 
 def launcher_rank() -> str | None:

@@ -76,7 +76,8 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$want" ]; then
     # the CUDA build of torch; the examples use none of its compiled operators.
     # Of CUDA's compiler only ptxas is needed, by the tests of the kernels.
     run_logged no-deps "a network to the Python package index" \
-        "${PIP[@]}" --no-deps tf-keras torchvision nvidia-cuda-nvcc
+        "${PIP[@]}" --no-deps tf-keras torchvision nvidia-cuda-nvcc \
+        pytorch-lightning lightning-utilities torchmetrics accelerate huggingface-hub safetensors
     echo "$want" >"$stamp"
 fi
 packages=$("$PY" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')

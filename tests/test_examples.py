@@ -162,6 +162,10 @@ def pytorch_plan(data: Path, folder: Path) -> Plan:
         "image half": (imagenet, [*decay, *hybrid, "--max-steps", "2", *image]),
         "image resumed": (imagenet, [*decay, *hybrid, "--max-steps", "5", *image]),
         "image synthetic": (imagenet, [*small, "--synthetic", "--max-steps", "1"]),
+        "activations": (
+            "pytorch/pytorch_activations_resnet.py",
+            [*pictures, *small, *APS, "--max-steps", "2", "--activations-report", f"{folder}/saved.html"],
+        ),
         "folder": (segmentation, ["--data-dir", f"{data}/folder", *crop, *APS]),
         "cityscapes": (segmentation, ["--data-dir", f"{data}/cityscapes", "--layout", "cityscapes", *crop]),
         "voc": (segmentation, ["--data-dir", f"{data}/VOC2012", "--layout", "voc", *crop, *APS]),
@@ -193,6 +197,8 @@ def test_pytorch_examples_train_on_two_ranks(data: Path, tmp_path: Path, launche
     check_same_ending(results["image"], results["image resumed"], results["image half"])
     assert re.search(r"step 1, .* top-1 [0-9.]+% on 4 images of noise .* not meaningful", output["image synthetic"])
     check_ratio(output["image"], 0.32)
+    assert re.search(r"Activations: [0-9.]+ MB saved in [0-9.]+ MB, [2-9][0-9.]*x smaller", output["activations"])
+    assert "Gradients:" in output["activations"] and (tmp_path / "saved.html").exists()
     for name in ("folder", "cityscapes", "voc", "auxiliary"):
         assert re.search(r"epoch 1: step 1, train loss [0-9.]+, mean IoU 0\.[0-9]+", output[name]), output[name]
     assert results["folder"]["pixels"] == known_pixels((data / "folder" / "val" / "labels").iterdir(), 11)
@@ -505,7 +511,7 @@ def test_help_needs_no_framework() -> None:
     scripts = sorted(map(str, (ROOT / "examples").glob("*/*_*.py")))
     done = launch([sys.executable, "-c", HELP, *scripts], timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(scripts) == 8 and done.stdout.count("done ") == 8 and done.stdout.count("--aps-allreduce") >= 8
+    assert len(scripts) == 9 and done.stdout.count("done ") == 9 and done.stdout.count("--aps-allreduce") >= 9
 
 
 def test_torchvision_of_another_torch_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

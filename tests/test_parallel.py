@@ -35,6 +35,7 @@ TORCH_FILES = (
     "test_simulate.py",
     "test_torch_orders.py",
     "test_torch_process_sets.py",
+    "test_torch_activations.py",
 )
 
 
@@ -53,6 +54,8 @@ def launcher(kind: str, n_ranks: int) -> list[str]:
             "-np",
             str(n_ranks),
         ]
+    if kind == "torchrun":
+        return [str(HOROVODRUN.with_name("torchrun")), "--nproc-per-node", str(n_ranks), "--no-python"]
     command = [str(HOROVODRUN), "--gloo" if kind == "gloo" else "--mpi", "-np", str(n_ranks)]
     if kind == "horovodrun-mpi":
         command += ["--mpi-args=--oversubscribe --bind-to none"]

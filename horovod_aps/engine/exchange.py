@@ -85,6 +85,8 @@ class Exchange:
         """If set, nothing new starts before it returns True; for a frontend that first asks who is there."""
         self.any_thread = True
         """Whether the progress thread may launch its kernels."""
+        self.self_driven = False
+        """Whether its frontend moves it on, in a thread of its own, and nobody else may."""
         self._is_auto = options.overrides == "auto"
         self._chooser = AutoChooser(options) if self._is_auto else None
         self._residuals = Residuals(kernels)
@@ -157,6 +159,8 @@ class Exchange:
     def submit(self, *layers: Layer) -> None:
         """Hand in gradients; full buckets of a known batch start on their way at once. Never blocks."""
         self._submitted.extend(layers)
+        if self.self_driven:
+            return
         if self._lock.acquire(blocking=False):
             try:
                 full = self._take_in()
@@ -198,6 +202,22 @@ class Exchange:
         if self.transport is not None and (self._flight is not None or self._jobs):
             self._advance()
             self._next_look = time.perf_counter() + LOOK_SECONDS
+
+    def look(self) -> bool:
+        """Move on what is on its way and start what may start; True if anything moved. For a frontend's own thread."""
+        with self._lock:
+            return self._move_on()
+
+    @property
+    def is_travelling(self) -> bool:
+        """Whether it waits for the network rather than for its frontend."""
+        return self.transport is None or bool(self._jobs) or not self._rounds.answered
+
+    def forget_plans(self) -> None:
+        """Talk about the next batch anew, in the order in which it comes; between batches, on all ranks alike."""
+        with self._lock:
+            self._plans.clear()
+            self._plan_of.clear()
 
     def wait(self, layers: Sequence[Layer] | None = None) -> None:
         """Until these layers have their results; all that was submitted if None.
@@ -242,10 +262,10 @@ class Exchange:
     def _end_wait(self) -> None:
         if not (self._jobs or self._pending or self._choosing):
             progress.remove(self)
-            if self._submitted:  # in this very moment, by another thread
-                progress.add(self)
-            else:
+            if not self._submitted:
                 self._load_now()
+            elif not self.self_driven:  # in this very moment, by another thread
+                progress.add(self)
 
     def drive(self, impatient: bool, launch: bool = True) -> bool:
         """Move on while somebody waits for another exchange; answers ranks that wait for this one.

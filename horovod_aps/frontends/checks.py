@@ -5,6 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 NO_INSTANCE = "APSCompressor: compression must be an instance, not the class; write compression=APSCompressor(e=4, m=3)"
+OTHER_COMPRESSION = (
+    "APSCompressor: another rank reduces the same tensor without APSCompressor, as hvd.Compression.none and fp16 do; "
+    "give all ranks the same compression"
+)
+
+
+def no_answer(seconds: float) -> str:
+    """What to say of other ranks that do not come; that they are late is no mistake."""
+    return (
+        f"APSCompressor: no answer from all other ranks for {seconds:.0f} s. If they are late (data, compiling), "
+        f"nothing is wrong. Else one of them may have another compression, such as hvd.Compression.none, or lack these "
+        f"tensors: all ranks must be given the same"
+    )
 
 
 def wrong_op(op: int, mpi_ops: Any) -> ValueError:

@@ -221,7 +221,7 @@ class _Reducer:
                     prescale_factor=self.prescale,
                     postscale_factor=self.postscale,
                     process_set=self.process_set,
-                    name=f"{label}.{kind.name}",
+                    name=f"{label}.{kind.name}" if len(dense) > 1 else label,
                 )
             for i, grad in zip(positions, reduced):
                 results[i] = grad

@@ -6,6 +6,7 @@ What happens to a compressed tensor is in `seam` (how Horovod reaches us) and `e
 from __future__ import annotations
 
 import atexit
+import gc
 import itertools
 import sys
 import threading
@@ -16,7 +17,7 @@ import tensorflow as tf
 from horovod.tensorflow.compression import Compressor
 
 from horovod_aps import config
-from horovod_aps.frontends.checks import NO_INSTANCE
+from horovod_aps.frontends.checks import NO_INSTANCE, OTHER_COMPRESSION
 from horovod_aps.frontends.compressor import BaseCompressor
 from horovod_aps.log import logger
 from horovod_aps.tensorflow import seam
@@ -70,9 +71,13 @@ class APSCompressor(BaseCompressor, Compressor):
 def _warn_of_idle_compressors() -> None:
     """Some of Horovod's own wrappers take a compressor and never reduce anything: that must not go unnoticed.
 
-    A program that an exception has ended may not have come that far, and what it said last should stay last.
+    A program that an exception or an early `sys.exit` has ended may not have come that far, and what it said last
+    should stay last.
     """
-    if getattr(sys, "last_value", None) is not None:
+    failure = getattr(sys, "last_value", None)
+    if failure is not None and "Mismatched data types" in str(failure) and "int32" in str(failure):
+        logger.error(OTHER_COMPRESSION)  # the ticket met another rank's gradient under the same name
+    if failure is not None or (_has_exited() and not _has_trained()):
         return
     if config.launcher_rank() == "0" and config.launcher_size() != "1":
         for compressor in seam.compressors():
@@ -83,6 +88,21 @@ def _warn_of_idle_compressors() -> None:
                     "tf.compat.v1 ignore compressors",
                     compressor,
                 )
+
+
+def _has_exited() -> bool:
+    """Whether `sys.exit` has ended the program: Python takes `__file__` away from a script that comes to its end."""
+    main = sys.modules["__main__"]
+    return getattr(main, "__spec__", None) is None and hasattr(main, "__file__")
+
+
+def _has_trained() -> bool:
+    """Whether an optimizer of Keras has made a step."""
+    keras = sys.modules.get("keras")
+    if keras is None:
+        return False
+    optimizers = [one for one in gc.get_objects() if isinstance(one, keras.optimizers.Optimizer)]
+    return any(int(one.iterations) > 0 for one in optimizers if getattr(one, "built", True))
 
 
 def _refuse_stock_keras3() -> None:

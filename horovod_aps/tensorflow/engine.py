@@ -54,6 +54,15 @@ class Call:
         """Whether it takes the exchange, not Horovod's own all-reduce."""
         return self.compressor._options.transport == "packed"
 
+    @property
+    def stock_name(self) -> str:
+        """What Horovod itself would call the tensor, or the first of the group.
+
+        The ticket has that name: if another rank reduces its gradients without us, Horovod finds a float under it there
+        and integers here, and refuses both, where they would wait for ever.
+        """
+        return self.stem if self.names == (self.stem,) else f"{self.stem}_1of{len(self.names)}"
+
     def select(self, positions: Sequence[int]) -> Call:
         """The same call for some of its tensors."""
         return replace(

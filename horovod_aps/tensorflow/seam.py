@@ -8,6 +8,7 @@ exchange at once; in a graph they add one Python op that does it in every step (
 from __future__ import annotations
 
 import os
+import re
 import warnings
 import weakref
 from collections import Counter
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _compressors: weakref.WeakValueDictionary[int, APSCompressor] = weakref.WeakValueDictionary()
 MANY_SINGLE = 16
+VALID_NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
 do_not_convert: Callable[..., Any] = tf.autograph.experimental.do_not_convert
 
 
@@ -148,7 +150,7 @@ def _reducescatter(
     postscale_factor: float = 1.0,
     name: Any = None,
 ) -> Any:
-    raise ValueError("APSCompressor: hvd.reducescatter is not supported; use hvd.Compression.none for it")
+    raise _no_reducescatter("reducescatter")
 
 
 @tf.experimental.dispatch_for_api(mpi_ops.MPI_LIB.horovod_grouped_reducescatter, {"tensors": List[WireTensor]})  # noqa: UP006
@@ -162,7 +164,11 @@ def _grouped_reducescatter(
     postscale_factor: float = 1.0,
     name: Any = None,
 ) -> Any:
-    raise ValueError("APSCompressor: hvd.grouped_reducescatter is not supported; use hvd.Compression.none for it")
+    raise _no_reducescatter("grouped_reducescatter")
+
+
+def _no_reducescatter(name: str) -> ValueError:
+    return ValueError(f"APSCompressor: hvd.{name} is not supported; use hvd.Compression.none for it")
 
 
 def _advise_groups(compressor: APSCompressor) -> None:
@@ -240,7 +246,7 @@ def _exchange(call: engine.Call, values: list[tf.Tensor]) -> list[tf.Tensor]:
             postscale_factor=1.0,
             ignore_name_scope=False,
             process_set_id=call.process_set_id,
-            name=_op_label(f"{call.stem}_ticket"),
+            name=_op_label(call.stock_name),
         )
     gpu = devices.gpu_for_graph(values)
     dtypes = [value.dtype for value in values]
@@ -278,5 +284,5 @@ def refuse_xla(who: str) -> None:
 
 
 def _op_label(name: str) -> str:
-    """A name that TensorFlow accepts for an op."""
-    return mpi_ops._normalize_name(name).lstrip("_")
+    """A name that TensorFlow accepts for an op: this one, if it does."""
+    return name if VALID_NAME.fullmatch(name) else mpi_ops._normalize_name(name).lstrip("_")

@@ -231,24 +231,30 @@ def show_ranges(ranges: Sequence[tuple[float, float]]) -> str:
     return " and ".join(one(*pair) for pair in ranges) or "never"
 
 
-def predictions(
-    sizes: list[int],
-    ranks: Sequence[int],
-    links: Sequence[Network],
-    formats: Sequence[tuple[int, int]],
-    machine: Machine,
-    forward: float,
-    backward: float,
-) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Question:
+    """What is to be predicted; seconds of forward and backward."""
+
+    sizes: list[int]
+    ranks: Sequence[int]
+    links: Sequence[Network]
+    formats: Sequence[tuple[int, int]]
+    machine: Machine
+    forward: float
+    backward: float
+
+
+def predictions(question: Question) -> list[dict[str, Any]]:
     """One record per link, rank count and method."""
+    sizes, machine, forward, backward = question.sizes, question.machine, question.forward, question.backward
     records = []
-    for link in links:
-        for n in ranks:
+    for link in question.links:
+        for n in question.ranks:
             methods = {
                 "fp32": perfmodel.predict_ring(sizes, n, link, machine, 32, backward),
                 "fp16": perfmodel.predict_ring(sizes, n, link, machine, 16, backward),
             }
-            for e, m in formats:
+            for e, m in question.formats:
                 methods[f"aps({e},{m})"] = perfmodel.predict_exchange(sizes, n, link, machine, e, m, backward)
             for method, value in methods.items():
                 record = {
@@ -318,30 +324,23 @@ class Forecast:
         )
 
 
-def forecast(
-    name: str,
-    sizes: list[int],
-    ranks: Sequence[int],
-    links: Sequence[Network],
-    formats: Sequence[tuple[int, int]],
-    machine: Machine,
-    forward: float,
-    backward: float,
-) -> Forecast:
+def forecast(name: str, question: Question) -> Forecast:
     """Everything for these links; the ranges of bandwidth agree with the times at the links."""
-    records = predictions(sizes, ranks, links, formats, machine, forward, backward)
+    links = question.links
     # A calibrated link was measured as payload; other bandwidths are nominal.
     link = nominal(links[0], links[0].bandwidth)
     also = [one.bandwidth * one.efficiency / link.efficiency for one in links]
     pays = {}
-    for fmt in formats:
-        for n in ranks:
+    for fmt in question.formats:
+        for n in question.ranks:
             against = [
-                perfmodel.paying_bandwidths(sizes, n, link, machine, *fmt, bits, backward, also=also)
+                perfmodel.paying_bandwidths(
+                    question.sizes, n, link, question.machine, *fmt, bits, question.backward, also=also
+                )
                 for bits in (32, 16)
             ]
             pays[fmt, n] = (against[0], against[1])
-    return Forecast(name, sizes, records, pays)
+    return Forecast(name, question.sizes, predictions(question), pays)
 
 
 def predict(
@@ -383,20 +382,11 @@ def predict(
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"predict: {error}") from None
     name = model if isinstance(model, str) else type(model).__name__
-    return forecast(name, model_sizes(model), counts, links, formats, machine, forward_ms / 1e3, backward_ms / 1e3)
+    times = forward_ms / 1e3, backward_ms / 1e3
+    return forecast(name, Question(model_sizes(model), counts, links, formats, machine, *times))
 
 
-def save_plot(
-    path: Path,
-    sizes: list[int],
-    links: Sequence[Network],
-    formats: Sequence[tuple[int, int]],
-    machine: Machine,
-    ranks: Sequence[int],
-    forward: float,
-    backward: float,
-    title: str,
-) -> None:
+def save_plot(path: Path, question: Question, title: str) -> None:
     """Left: time against bandwidth at the first rank count. Right: time against ranks at the first link."""
     import matplotlib
 
@@ -404,16 +394,9 @@ def save_plot(
     from matplotlib import pyplot
 
     bandwidths = [10 ** (k / 6) * GBIT for k in range(-6, 13)]
-    by_link = predictions(
-        sizes,
-        [ranks[0]],
-        [nominal(links[0], b) for b in bandwidths],
-        formats,
-        machine,
-        forward,
-        backward,
-    )
-    by_rank = predictions(sizes, SCALING_RANKS, [links[0]], formats, machine, forward, backward)
+    ranks, link = question.ranks[0], question.links[0]
+    by_link = predictions(replace(question, ranks=[ranks], links=[nominal(link, b) for b in bandwidths]))
+    by_rank = predictions(replace(question, ranks=SCALING_RANKS, links=[link]))
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4))
     for axis, records, key, unit in ((axes[0], by_link, "bandwidth", GBIT), (axes[1], by_rank, "ranks", 1)):
         for method in dict.fromkeys(record["method"] for record in records):
@@ -428,8 +411,8 @@ def save_plot(
         axis.set_yscale("log")
         axis.set_ylabel("ms per synchronisation")
         axis.grid(alpha=0.3)
-    axes[0].set_xlabel(f"Gbit/s, {ranks[0]} ranks")
-    axes[1].set_xlabel(f"ranks, {links[0].bandwidth / GBIT:g} Gbit/s")
+    axes[0].set_xlabel(f"Gbit/s, {ranks} ranks")
+    axes[1].set_xlabel(f"ranks, {link.bandwidth / GBIT:g} Gbit/s")
     axes[0].legend()
     figure.suptitle(title)
     figure.tight_layout()
@@ -455,18 +438,19 @@ def run(args: argparse.Namespace) -> int:
         args.assume_defaults,
     )
     links = [nominal(network, b) for b in args.bandwidth] if args.bandwidth else [network]
-    sizes, forward, backward = model_sizes(args.model), args.forward_ms / 1e3, args.backward_ms / 1e3
-    found = forecast(args.model, sizes, args.ranks, links, args.format, machine, forward, backward)
+    times = args.forward_ms / 1e3, args.backward_ms / 1e3
+    question = Question(model_sizes(args.model), args.ranks, links, args.format, machine, *times)
+    found = forecast(args.model, question)
     print(found)
     records = found.records
     if args.scaling:
         print(f"\nScaling at {links[0].bandwidth / GBIT:g} Gbit/s:\n")
-        scaling = predictions(sizes, SCALING_RANKS, [links[0]], args.format, machine, forward, backward)
+        scaling = predictions(replace(question, ranks=SCALING_RANKS, links=links[:1]))
         print(predictions_table(scaling))
         records = records + scaling
     if args.json:
         args.json.write_text(json.dumps({"model": args.model, "predictions": records}, indent=2) + "\n")
     if args.plot:
-        save_plot(args.plot, sizes, links, args.format, machine, args.ranks, forward, backward, args.model)
+        save_plot(args.plot, question, args.model)
         print(f"\nplot: {args.plot}")
     return 0

@@ -18,14 +18,16 @@ from horovod_aps.errors import LostPeer
 from horovod_aps.frontends import checks
 from horovod_aps.frontends.compressor import BaseCompressor
 from horovod_aps.frontends.reducer import Reducer, ReducerKey
+from horovod_aps.frontends.tensors import DTYPE_CODES, with_tensors
 from horovod_aps.frontends.world import link, mpi_usable, process_set_of
-from horovod_aps.kernels import DTYPES, for_torch
+from horovod_aps.kernels import for_torch
 from horovod_aps.kernels.for_torch import on
 from horovod_aps.torch import seam
 from horovod_aps.torch.carrier import TorchCarrier
+from horovod_aps.torch.suspicion import Suspicion
 from horovod_aps.torch.ticket import PRESENT, SPEAKS_MPI, Ticket, TicketOffice
 
-DTYPE_CODES = {getattr(torch, dtype.name): dtype.code for dtype in DTYPES}
+MAX_MET = 256  # groups, as programs may name them as they like
 
 
 @dataclass(slots=True)
@@ -55,6 +57,8 @@ class _Batch:
     closed: bool = False
     group: list[Layer] | None = None
     n_unnamed: int = 0
+    suspicion: Suspicion | None = None
+    """While ranks have not met yet in this reducer, or group."""
 
     @property
     def size(self) -> int:
@@ -70,6 +74,7 @@ class APSCompressor(BaseCompressor, Compressor):
         self._batches: dict[tuple[int, torch.device], _Batch] = {}
         self._world: Any = None
         self._n_unnamed_groups = 0
+        self._met: set[Any] = set()  # where ranks have been waited for once in this world
         seam.register()
 
     # ---- Horovod's interface ------------------------------------------------------------------------------
@@ -112,9 +117,7 @@ class APSCompressor(BaseCompressor, Compressor):
 
     def state_dict(self) -> dict[str, Any]:
         """As of `BaseCompressor`, with the residuals as tensors, which `torch.load` takes without asking."""
-        state = super().state_dict()
-        residuals = {name: torch.as_tensor(values) for name, values in state["residuals"].items()}
-        return state | {"residuals": residuals}
+        return with_tensors(super().state_dict())
 
     # ---- The seam: tensors come in ------------------------------------------------------------------------
 
@@ -134,7 +137,7 @@ class APSCompressor(BaseCompressor, Compressor):
             raise checks.wrong_op(op, mpi_ops)
         device = tensors[0].device
         if grouped:
-            batch = self._new_batch(process_set_id, device, self._group_label(group))
+            batch = self._new_batch(process_set_id, device, self._group_label(group), len(tensors))
         else:
             batch = self._open_batch(process_set_id, device)
         if op == mpi_ops.Average:
@@ -146,6 +149,8 @@ class APSCompressor(BaseCompressor, Compressor):
             batch.group = layers
             for layer in layers:
                 layer.group_size = len(layers)
+        if batch.suspicion is not None and group is not None:
+            batch.suspicion.note(group)
         self._hand_in(batch, layers)
         return batch.ticket.handle
 
@@ -191,7 +196,7 @@ class APSCompressor(BaseCompressor, Compressor):
             batch = self._batches[process_set_id, device] = self._new_batch(process_set_id, device, "")
         return batch
 
-    def _new_batch(self, process_set_id: int, device: torch.device, group: str) -> _Batch:
+    def _new_batch(self, process_set_id: int, device: torch.device, group: str, n_grouped: int = 0) -> _Batch:
         process_set = process_set_of(mpi_ops._basics, process_set_id)
         reducer = self._reducer(process_set, device)
         world = mpi_ops._handle_map  # hvd.init() makes a new one
@@ -202,6 +207,10 @@ class APSCompressor(BaseCompressor, Compressor):
         else:
             assert isinstance(reducer.tickets, TicketOffice)
             batch.ticket = reducer.tickets.open()
+        place = (process_set_id, batch.members, device.type, group)
+        if batch.size > 1 and place not in self._met and len(self._met) < MAX_MET:
+            self._met.add(place)
+            batch.suspicion = Suspicion(batch.ticket, process_set_id, n_grouped)
         if isinstance(reducer, TorchCarrier):
             reducer.expect(batch.ticket)
         elif isinstance(reducer, Exchange) and batch.size > 1:
@@ -234,6 +243,7 @@ class APSCompressor(BaseCompressor, Compressor):
         if self._world is not mpi_ops._handle_map:
             self._world = mpi_ops._handle_map
             self._retire_all()
+            self._met.clear()
         packed = self._options.transport == "packed"
         key = ReducerKey(process_set.process_set_id, str(device) if packed else "host", tuple(process_set.ranks))
         found = self._reducers.get(key)
@@ -261,6 +271,9 @@ class APSCompressor(BaseCompressor, Compressor):
         if batch.group is not None:  # Horovod has waited, but not for a group that has integers as well
             mpi_ops.synchronize(batch.ticket.handle)
         batch.ticket.waited_for()
+        if batch.suspicion is not None:
+            batch.suspicion.end()
+            batch.suspicion = None
         if batch.closed and layer.done:
             if isinstance(batch.reducer, Exchange):
                 batch.reducer.kernels.end()  # PyTorch's stream may be another one now

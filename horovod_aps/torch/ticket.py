@@ -29,11 +29,11 @@ class Ticket:
     def __init__(
         self, label: str, process_set_id: int, rank: int, size: int, *, packed: bool, speaks_mpi: bool
     ) -> None:
-        words = np.zeros(N_WORDS + sockets.WORDS_PER_RANK * size, np.int32)
+        words = np.zeros(N_WORDS + (1 + sockets.WORDS_PER_RANK) * size, np.int32)
         words[:N_WORDS] = (1, packed, speaks_mpi)
         if packed and not speaks_mpi:
-            words[N_WORDS:] = sockets.listener().words(rank, size)
-        self._size, self._opened = size, time.monotonic()
+            words[N_WORDS + size :] = sockets.listener().words(rank, size)
+        self._rank, self._size, self._opened = rank, size, time.monotonic()
         self._words = torch.from_numpy(words)
         self._over = False
         self.handle: int = mpi_ops.mpi_lib.horovod_torch_allreduce_async_torch_IntTensor(
@@ -78,7 +78,15 @@ class Ticket:
     @property
     def addresses(self) -> np.ndarray:
         """Where all ranks listen, once it is over."""
-        return self._words[N_WORDS:].numpy()
+        return self._words[N_WORDS + self._size :].numpy()
+
+    def announce(self, question: int) -> None:
+        """Tell the others of a question (`suspicion`): Horovod reads the words when the last rank has come."""
+        self._words[N_WORDS + self._rank] = question
+
+    def announced(self) -> set[int]:
+        """The questions of all ranks, once it is over."""
+        return {word for word in self._words[N_WORDS : N_WORDS + self._size].tolist() if word}
 
     def check(self) -> None:
         """Raise ValueError, on all ranks, if not all of them are here and mean the same transport."""

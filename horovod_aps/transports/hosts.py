@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from horovod_aps.log import logger
 from horovod_aps.transports.base import Bytes, Request, Transport
 from horovod_aps.transports.memory import HostMemory, Room
 
+POLL_SECONDS = 50e-6
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -204,6 +206,14 @@ class HostedTransport:
 
     def transfer(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], tag: int) -> Request:
         return self._transport.transfer(outgoing, incoming, tag)
+
+    def pause(self, seconds: float) -> None:
+        """Sleep until the network has something, at most so long; memory that ranks share must be looked at."""
+        pause = getattr(self._transport, "pause", None)
+        if pause is not None and (self.hosts is None or self.hosts.room is None):
+            pause(seconds)
+        else:
+            time.sleep(POLL_SECONDS)
 
     def close(self) -> None:
         self._transport.close()

@@ -1,4 +1,4 @@
-"""Builds the fuzz target with sanitizers and runs it for a while: `python tests/fuzz/fuzz.py --seconds 600`.
+"""Builds the fuzz targets with sanitizers and runs them for a while: `python tests/fuzz/fuzz.py --seconds 600`.
 
 With clang it is coverage-guided (libFuzzer). Without it g++ builds the same target with a driver of its own, which
 feeds it the same random inputs in every run. A finding is printed and makes the exit code 1.
@@ -20,6 +20,7 @@ HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parent.parent / "cuda"
 COMMON = ["-g", "-O1", "-std=c++17", "-fno-trapping-math", "-ffp-contract=off", "-fno-sanitize-recover=all"]
 SANITIZERS = "address,undefined,float-cast-overflow"
+SOURCES = ("fuzz_kernels.cpp", "fuzz_activations.cpp")
 N_SEEDS = 200  # inputs to start from, long enough to describe whole tables
 
 
@@ -40,14 +41,22 @@ def guided_possible() -> bool:
     return shutil.which("clang++") is not None and info.exists() and {"avx2", "f16c"} <= set(info.read_text().split())
 
 
-def build(folder: Path, guided: bool, kernels: Path = KERNELS) -> Path:
-    """Compile the target with the kernel sources of `kernels`; CalledProcessError shows what the compiler said."""
-    target = folder / ("guided" if guided else "random")
+def build(folder: Path, guided: bool, kernels: Path = KERNELS, source: str = SOURCES[0]) -> Path:
+    """Compile a target with the kernel sources of `kernels`; CalledProcessError shows what the compiler said."""
+    target = folder / f"{Path(source).stem}_{'guided' if guided else 'random'}"
     if guided:
-        command = ["clang++", *COMMON, "-mavx2", "-mf16c", "-Wno-unknown-pragmas", f"-fsanitize=fuzzer,{SANITIZERS}"]
+        command = [
+            "clang++",
+            *COMMON,
+            "-mavx2",
+            "-mf16c",
+            "-mbmi2",
+            "-Wno-unknown-pragmas",
+            f"-fsanitize=fuzzer,{SANITIZERS}",
+        ]
     else:
         command = ["g++", *COMMON, "-DAPS_FUZZ_DRIVER", f"-fsanitize={SANITIZERS}"]
-    subprocess.run([*command, f"-I{kernels}", str(HERE / "fuzz_kernels.cpp"), "-o", str(target)], check=True)
+    subprocess.run([*command, f"-I{kernels}", str(HERE / source), "-o", str(target)], check=True)
     return target
 
 
@@ -93,9 +102,13 @@ def main() -> int:
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     guided = guided_possible()
-    report = run(build(args.folder, guided), guided, args.seconds, args.folder / "corpus", args.seed)
-    print(report.finding or f"{report.n_inputs} inputs, {report.n_edges} edges covered, no finding")
-    return 1 if report.finding else 0
+    found = False
+    for source in SOURCES:
+        corpus = args.folder / ("corpus" if source == SOURCES[0] else f"corpus_{Path(source).stem}")
+        report = run(build(args.folder, guided, source=source), guided, args.seconds // 2, corpus, args.seed)
+        print(f"{source}:", report.finding or f"{report.n_inputs} inputs, {report.n_edges} edges covered, no finding")
+        found = found or bool(report.finding)
+    return 1 if found else 0
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-RANK = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("HOROVOD_RANK")
+RANK = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("HOROVOD_RANK") or os.environ.get("RANK")
 LOG_DIR = os.environ.get("HOROVOD_APS_TEST_LOG")
 os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")  # read by hvd.init(); tests add and remove sets
 if os.environ.get("HOROVOD_APS_TEST_MPI") == "mpi4py":
@@ -59,6 +59,8 @@ def pytest_collectreport(report: Any) -> None:
 
 
 def pytest_sessionfinish(session: Any, exitstatus: int) -> None:
+    if "ddp_common" in sys.modules:
+        sys.modules["ddp_common"].end()
     _log(f"finished with {int(exitstatus)}: {session.testscollected} collected, {session.testsfailed} failed")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -53,6 +54,27 @@ def fit(model: keras.Model, epochs: int = 1, seed: int = 0, callbacks=(), batch_
 def test_stock_optimizer_is_refused(wrap):
     with pytest.raises(ValueError, match="use horovod_aps.keras.DistributedOptimizer"):
         wrap(keras.optimizers.Adam(), compression=APSCompressor(4, 3))
+
+
+def test_apply_looks_at_no_stack_frames(monkeypatch):
+    """Building looks, once, for a LossScaleOptimizer around it; steps do not."""
+    callers = []
+    real = sys._getframe
+
+    def noted(depth: int = 0):
+        callers.append(real(1).f_globals["__name__"])
+        return real(depth + 1)
+
+    monkeypatch.setattr(sys, "_getframe", noted)
+    weight = keras.Variable(np.zeros(3, np.float32))
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0), APSCompressor(4, 3))
+    optimizer.build([weight])
+    assert "horovod_aps.keras.optimizer" in callers
+    callers.clear()
+    for _ in range(2):
+        optimizer.apply([tf.ones(3)], [weight])
+    assert not [name for name in callers if name.startswith("horovod_aps")]
+    np.testing.assert_array_equal(weight.numpy(), [-2.0] * 3)
 
 
 def test_apply_equals_simulation():

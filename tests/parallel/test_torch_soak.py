@@ -60,8 +60,15 @@ def test_scenarios_see_a_difference(monkeypatch):
 
 
 def test_long_run_reports_what_is_wrong():
-    good = {"rank": 0, "error": "", "results": 5, "growth": 0.001}
+    good = {"rank": 0, "error": "", "results": 5, "growth": 0.001, "settled": True}
     assert soak.long_faults({"n_ranks": 1, "ranks": [good]}, 0) == []
-    for bad in ({"growth": 0.03}, {"error": "rank 0, orders: Difference"}, {"results": 0}):
+    assert soak.long_faults({"n_ranks": 1, "ranks": [good | {"growth": 0.03, "settled": False}]}, 0) == []
+    for bad in (
+        {"growth": 0.03},
+        {"growth": None},
+        {"growth": 0.11, "settled": False},
+        {"error": "rank 0, orders: Difference"},
+        {"results": 0},
+    ):
         assert len(soak.long_faults({"n_ranks": 1, "ranks": [good | bad]}, 0)) == 1
     assert soak.long_faults({"n_ranks": 2, "ranks": [good]}, 0) and soak.long_faults({"n_ranks": 1, "ranks": [good]}, 3)

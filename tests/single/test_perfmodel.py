@@ -49,8 +49,9 @@ def test_ring_wire_time_is_textbook_ring(n_ranks):
 @pytest.mark.parametrize("e,m", [(4, 3), (3, 0), (5, 10)])
 def test_exchange_sends_what_a_ring_of_such_values_would(n_ranks, e, m):
     """Oracle: the formula of design section 3, 2(N-1)/N * n * (1+e+m)/8 bytes; N=2 the same in one phase."""
-    prediction = predict_exchange([1000, 9000], n_ranks, LINK, WIRE_ONLY, e, m)
-    expected = 2 * (n_ranks - 1) / n_ranks * 10000 * (1 + e + m) / 8
+    sizes = [1024, 8992]  # whose bytes end where the next layer's may begin
+    prediction = predict_exchange(sizes, n_ranks, LINK, WIRE_ONLY, e, m)
+    expected = 2 * (n_ranks - 1) / n_ranks * sum(sizes) * (1 + e + m) / 8
     assert prediction.bytes_sent == pytest.approx(expected)
     assert prediction.total == pytest.approx(expected / 1e8)
 

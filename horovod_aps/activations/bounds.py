@@ -1,0 +1,136 @@
+"""How large an error a layer's activations may have: from its momentum, by the theory of Jin et al.
+
+Errors uniform in ±eb, one for every activation, meet in a weight's gradient as a sum over batch and places, weighted
+with L, the loss gradient at the layer's output. So the gradient's error is normal, with
+
+    sigma² = eb²/3 · ΣL²          (normalisation: L divided by the standard deviation of the input)
+
+and eb follows from the sigma that is wanted: a share of the mean |momentum| of the layer's weight.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+START = 0.05  # of the tensor's rms: the bound of layers that have a theory before a gradient was seen
+OTHER = 0.002  # of the tensor's rms: the bound where there is no theory
+MOST = 0.5  # of the tensor's rms: wider bins would tell too little for errors to be uniform
+KEPT = 0.9  # of the running mean of |gradient|
+
+_WEIGHTED = (nn.Linear, nn.modules.conv._ConvNd)
+_NORMALISING = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
+
+
+@dataclass
+class Layer:
+    """What is known of one module, or of all tensors that no module saved (`module` is None)."""
+
+    name: str
+    module: nn.Module | None
+    bound: float | None = None
+    scale: float = 0.0
+    """Root mean square of what it saved when it was last measured."""
+    partners: set[str] = field(default_factory=set)
+    """Layers that save the same tensor later, with a smaller bound."""
+    squares: float = 0.0
+    """Mean over the weights of ΣL², summed since the last step of the optimizer."""
+    gradient: float = 0.0
+    """Running mean of the weight's |gradient|, for optimizers without momentum."""
+    share: float | None = None
+    """Predicted sigma over mean |momentum| at the bound in use."""
+
+    @property
+    def weight(self) -> Tensor | None:
+        """The weight whose gradient the saved tensors go into."""
+        weight = getattr(self.module, "weight", None)
+        return weight if isinstance(weight, Tensor) and weight.requires_grad else None
+
+    @property
+    def has_theory(self) -> bool:
+        """Whether the bound can follow from the weight's momentum."""
+        return isinstance(self.module, (*_WEIGHTED, *_NORMALISING)) and self.weight is not None
+
+    @property
+    def is_normalising(self) -> bool:
+        """Whether it saves statistics beside its input, which are used as they are."""
+        return isinstance(self.module, _NORMALISING)
+
+    @property
+    def default(self) -> float:
+        """The bound before there is one."""
+        return (START if self.has_theory else OTHER) * self.scale
+
+
+def inverse_deviation(module: nn.Module, x: Tensor) -> Tensor | None:
+    """1 / standard deviation that a normalising module divides its input by, to be broadcast; None for others."""
+    if not isinstance(module, _NORMALISING):
+        return None
+    x = x.detach().float()
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        shape = (1, -1, *[1] * (x.dim() - 2))
+        if module.running_var is not None and not module.training:
+            variance = module.running_var.view(shape)
+        else:
+            variance = x.var([d for d in range(x.dim()) if d != 1], unbiased=False).view(shape)
+    elif isinstance(module, nn.GroupNorm):
+        groups = x.reshape(x.shape[0], module.num_groups, -1).var(-1, unbiased=False)
+        variance = groups.repeat_interleave(x.shape[1] // module.num_groups, 1).view(*x.shape[:2], *[1] * (x.dim() - 2))
+    else:
+        assert isinstance(module, nn.LayerNorm)
+        variance = x.var(list(range(x.dim() - len(module.normalized_shape), x.dim())), unbiased=False, keepdim=True)
+    return (variance + module.eps).rsqrt()
+
+
+def mean_squares(module: nn.Module, gradient: Tensor, inverse: Tensor | None) -> float:
+    """Mean over the weights of ΣL², from the loss gradient at the module's output."""
+    gradient = gradient.detach().float()
+    if inverse is not None:
+        gradient = gradient * inverse
+        assert isinstance(module.weight, Tensor)
+        n_sums = module.weight.numel()
+    else:
+        # All weights of one output channel or feature meet the same L.
+        n_sums = module.out_features if isinstance(module, nn.Linear) else module.out_channels  # type: ignore[assignment]
+    total = float(torch.linalg.vector_norm(gradient)) ** 2
+    return total / n_sums
+
+
+def momentum(optimizer: torch.optim.Optimizer, weight: Tensor) -> float | None:
+    """Mean |momentum| of a weight: SGD's momentum_buffer, Adam's exp_avg; None if the optimizer has neither."""
+    state: dict[str, Any] = optimizer.state.get(weight, {})
+    for key in ("momentum_buffer", "exp_avg"):
+        if isinstance(state.get(key), Tensor):
+            return float(state[key].detach().abs().mean())
+    return None
+
+
+def bound_for(share: float, size: float, squares: float) -> float:
+    """eb such that sigma is `share` of `size`, the mean |momentum|."""
+    return share * size * math.sqrt(3.0 / squares)
+
+
+def predicted_sigma(bound: float, squares: float) -> float:
+    """Standard deviation of a weight gradient's error if activations have errors uniform in ±bound."""
+    return bound * math.sqrt(squares / 3.0)
+
+
+def refresh(layer: Layer, optimizer: torch.optim.Optimizer, share: float, loss_scale: float) -> None:
+    """Set the layer's bound from what was measured since the optimizer's last step; starts a new measurement."""
+    squares, layer.squares = layer.squares / loss_scale**2, 0.0
+    weight = layer.weight
+    if weight is None or not layer.has_theory:
+        return
+    size = momentum(optimizer, weight)
+    size = layer.gradient if size is None else size
+    if not (size > 0 and squares > 0 and math.isfinite(size) and math.isfinite(squares)):
+        return  # nothing was learned in this step: the bound stays
+    bound = bound_for(share, size, squares)
+    if layer.scale:
+        bound = min(bound, MOST * layer.scale)
+    layer.bound = bound
+    layer.share = predicted_sigma(bound, squares) / size

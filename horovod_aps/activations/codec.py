@@ -1,0 +1,281 @@
+"""Tensors to bytes and back: streams within an error bound, one bit per value, indices of max-pooling.
+
+The work is in cuda/aps_activations.cpp, for CUDA tensors in aps_activations.cu, which give the same bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import mmap
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from horovod_aps import kernels
+
+DTYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 3}  # as in aps_scalar.h
+_ONE = {torch.float32: 0x3F800000, torch.float16: 0x3C00, torch.bfloat16: 0x3F80, torch.bool: 1}
+LARGE = 1 << 20  # bytes of a tensor whose memory is worth to be given back
+SLACK = 48 << 20  # bytes that the process may grow until unused memory is given back
+_PAGES = 1 << 16  # bytes from which pages of its own are worth it
+_REASONS = {-1: "an argument is out of range", -2: "there is no memory", -3: "the stream is malformed"}
+
+
+class Pool(ctypes.Structure):
+    """How indices of max-pooling lie in their windows; ActPool of aps_activations.cpp."""
+
+    _fields_ = [("n_planes", ctypes.c_int64)] + [
+        (name, ctypes.c_int32)
+        for name in (
+            "height",
+            "width",
+            "out_height",
+            "out_width",
+            "step_down",
+            "step_right",
+            "first_down",
+            "first_right",
+            "n_right",
+            "n_bits",
+        )
+    ]
+
+
+@functools.lru_cache(maxsize=1)
+def library() -> ctypes.CDLL:
+    """The compiled library with the signatures of this module's functions."""
+    lib = kernels.library()
+    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    for name, arguments in {
+        "aps_act_encode": [pointer, size, number, ctypes.c_double, number],
+        "aps_act_fetch": [pointer, size],
+        "aps_act_decode": [pointer, size, pointer, size, number, number],
+        "aps_act_mask": [pointer, size, number, number, pointer],
+        "aps_act_unmask": [pointer, size, number, ctypes.c_uint64, pointer],
+        "aps_act_pool_plan": [pointer, pointer],
+        "aps_act_pool_size": [pointer],
+        "aps_act_pool_encode": [pointer, pointer, pointer],
+        "aps_act_pool_decode": [pointer, pointer, pointer],
+    }.items():
+        getattr(lib, name).argtypes = arguments
+        getattr(lib, name).restype = size
+    lib.aps_act_two_valued.argtypes = [pointer, size, number, pointer]
+    lib.aps_act_two_valued.restype = number
+    return lib
+
+
+def _checked(function: str, status: int) -> int:
+    if status < 0:
+        raise ValueError(f"{function}: {_REASONS[status]}")
+    return status
+
+
+def is_supported(tensor: torch.Tensor) -> bool:
+    """Whether `encode` takes it: float32, float16 or bfloat16, on a CPU or a CUDA device."""
+    return tensor.dtype in DTYPES and tensor.device.type in ("cpu", "cuda")
+
+
+# ---- within a bound
+
+
+def encode(flat: torch.Tensor, bound: float) -> torch.Tensor:
+    """The stream (uint8, same device) of a contiguous vector; decoding differs by at most `bound` anywhere."""
+    if flat.is_cuda:
+        from horovod_aps.activations import cuda
+
+        return cuda.encode(flat, bound)
+    lib = library()
+    size = _checked(
+        "compress",
+        lib.aps_act_encode(flat.data_ptr(), flat.numel(), DTYPES[flat.dtype], bound, torch.get_num_threads()),
+    )
+    stream = _apart(size)
+    _checked("compress", lib.aps_act_fetch(stream.data_ptr(), size))
+    return stream
+
+
+def _apart(size: int) -> torch.Tensor:
+    """Bytes outside of malloc's heap, in pages of their own.
+
+    Streams stay while the tensors between them go. Among those, in the heap, each would split a hole that the next
+    large tensor then no longer fits into, and the heap would grow as if nothing were compressed.
+    """
+    if size < _PAGES:
+        return torch.empty(size, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+
+
+def decode(stream: torch.Tensor, n: int, dtype: torch.dtype) -> torch.Tensor:
+    """The vector of n values that the stream holds; ValueError if it holds anything else."""
+    if stream.is_cuda:
+        from horovod_aps.activations import cuda
+
+        return cuda.decode(stream, n, dtype)
+    out = torch.empty(n, dtype=dtype)
+    if not stream.numel():
+        raise ValueError("decompress: the stream is malformed")
+    _checked(
+        "decompress",
+        library().aps_act_decode(
+            stream.data_ptr(), stream.numel(), out.data_ptr(), n, DTYPES[dtype], torch.get_num_threads()
+        ),
+    )
+    return out
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """A tensor as a stream; `stream.numel()` is its size in bytes."""
+
+    stream: torch.Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def compress(tensor: torch.Tensor, error_bound: float) -> Compressed:
+    """Compress a tensor so that no element changes by more than `error_bound`.
+
+    float32, float16 and bfloat16. Zero stays zero, signs stay, NaN and Inf stay. What does not compress is kept as it
+    is, block by block of 64.
+    """
+    if not is_supported(tensor):
+        raise TypeError(
+            f"compress: tensor must be float32, float16 or bfloat16 on a CPU or CUDA device, "
+            f"got {tensor.dtype} on {tensor.device}"
+        )
+    if not (isinstance(error_bound, (int, float)) and error_bound >= 0 and math.isfinite(error_bound)):
+        raise ValueError(f"compress: error_bound must be a finite number that is not negative, got {error_bound!r}")
+    flat = tensor.detach().contiguous().resolve_neg().view(-1)
+    return Compressed(encode(flat, float(error_bound)), tensor.shape, tensor.dtype)
+
+
+def decompress(compressed: Compressed) -> torch.Tensor:
+    """The tensor that `compress` was given, within its bound."""
+    n = math.prod(compressed.shape)
+    stream = compressed.stream
+    if stream.dtype != torch.uint8 or stream.dim() != 1 or compressed.dtype not in DTYPES:
+        raise ValueError("decompress: the stream must be a vector of uint8, and its dtype one that compress takes")
+    return decode(stream.contiguous(), n, compressed.dtype).view(compressed.shape)
+
+
+# ---- memory
+
+
+class _Trimmer:
+    """Gives memory that malloc holds but nobody uses back to the system, once there is much of it.
+
+    Large tensors come from malloc's heap, and what is small and stays splits the holes that they leave, so the
+    resident size would grow with every layer as if all of them stayed. glibc only; elsewhere it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        self._pages = Path("/proc/self/statm") if Path("/proc/self/statm").exists() else None
+        self._low = 0
+        self._lock = threading.Lock()
+
+    def _resident(self) -> int:
+        assert self._pages is not None
+        return int(self._pages.read_text().split()[1]) * mmap.PAGESIZE
+
+    def __call__(self) -> None:
+        if self._trim is None or self._pages is None or not self._lock.acquire(blocking=False):
+            return
+        try:
+            now = self._resident()
+            if now > self._low + SLACK:
+                self._trim(0)
+                now = self._resident()
+                self._low = now
+            else:
+                self._low = min(self._low, now)
+        finally:
+            self._lock.release()
+
+
+@functools.lru_cache(maxsize=1)
+def _trimmer() -> _Trimmer:
+    return _Trimmer()
+
+
+def trim() -> None:
+    """Give unused memory back if the process has grown by SLACK since the last time."""
+    _trimmer()()
+
+
+# ---- one bit per value
+
+
+def other_value(flat: torch.Tensor) -> int | None:
+    """The bits of the one value beside zero that a CPU tensor holds (0: none), or None if it holds more."""
+    if flat.is_cuda or flat.element_size() not in (1, 2, 4):
+        return None
+    other = ctypes.c_uint64()
+    found = library().aps_act_two_valued(flat.data_ptr(), flat.numel(), flat.element_size(), ctypes.byref(other))
+    return other.value if found else None
+
+
+def pack_mask(flat: torch.Tensor, positive: bool) -> torch.Tensor:
+    """One bit per value: whether it is positive (or NaN), or whether it is not zero."""
+    if flat.is_cuda:
+        marks = ~(flat <= 0) if positive else flat != 0
+        weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=flat.device)
+        padded = torch.nn.functional.pad(marks.to(torch.uint8), (0, -flat.numel() % 8))
+        return (padded.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+    bits = _apart(-(-flat.numel() // 8))
+    code = -1 if flat.dtype in (torch.bool, torch.uint8) else DTYPES[flat.dtype]
+    _checked(
+        "pack_mask",
+        library().aps_act_mask(flat.data_ptr(), flat.numel(), code, positive, bits.data_ptr()),
+    )
+    return bits
+
+
+def unpack_mask(bits: torch.Tensor, n: int, dtype: torch.dtype, other: int | None = None) -> torch.Tensor:
+    """Zeros where bits are not set, elsewhere the value with the bits `other` (default: one)."""
+    if bits.numel() != -(-n // 8):
+        raise ValueError(f"unpack_mask: {n} values take {-(-n // 8)} bytes, got {bits.numel()}")
+    if bits.is_cuda:
+        shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+        return ((bits[:, None] >> shifts) & 1).view(-1)[:n].to(dtype)
+    out = torch.empty(n, dtype=dtype)
+    other = _ONE[dtype] if other is None else other
+    _checked("unpack_mask", library().aps_act_unmask(bits.data_ptr(), n, out.element_size(), other, out.data_ptr()))
+    return out
+
+
+# ---- indices of max-pooling
+
+
+def pack_pool(indices: torch.Tensor, shape: torch.Size) -> tuple[torch.Tensor, Pool] | None:
+    """Indices (..., out height, out width) into pictures of `shape` (..., height, width), by their place in a window.
+
+    Exact; None if they are not on the CPU or do not look like those of max-pooling.
+    """
+    if indices.is_cuda or indices.dim() < 3 or len(shape) != indices.dim() or not indices.is_contiguous():
+        return None
+    if indices.shape[:-2] != shape[:-2] or indices.numel() == 0:
+        return None
+    height, width = shape[-2:]
+    out_height, out_width = indices.shape[-2:]
+    pool = Pool(indices.numel() // (out_height * out_width), height, width, out_height, out_width)
+    lib = library()
+    if lib.aps_act_pool_plan(indices.data_ptr(), ctypes.byref(pool)) != 1:
+        return None
+    bits = _apart(_checked("pack_pool", lib.aps_act_pool_size(ctypes.byref(pool))))
+    _checked("pack_pool", lib.aps_act_pool_encode(indices.data_ptr(), ctypes.byref(pool), bits.data_ptr()))
+    return bits, pool
+
+
+def unpack_pool(bits: torch.Tensor, pool: Pool) -> torch.Tensor:
+    """The indices, as a vector; ValueError for bits that lead out of the picture."""
+    lib = library()
+    if bits.numel() != _checked("unpack_pool", lib.aps_act_pool_size(ctypes.byref(pool))):
+        raise ValueError("unpack_pool: the bits do not fit the pooling")
+    out = torch.empty(pool.n_planes * pool.out_height * pool.out_width, dtype=torch.int64)
+    _checked("unpack_pool", lib.aps_act_pool_decode(bits.data_ptr() or None, ctypes.byref(pool), out.data_ptr()))
+    return out

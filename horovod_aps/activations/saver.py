@@ -1,0 +1,512 @@
+"""`ActivationCompressor`: compresses what autograd saves, and gives it back when backward asks.
+
+Flow: autograd saves a tensor, `_pack` finds out whose it is and whether it is stored already, the codec makes bytes of
+it; `_unpack` makes a tensor of them again. Bounds come from `bounds`. A tensor's entry lives as long as the graph
+that saved it: nothing here holds on to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import threading
+import time
+import warnings
+import weakref
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from horovod_aps.activations import bounds, codec
+from horovod_aps.activations.bounds import Layer
+from horovod_aps.activations.entries import MASK, SHAPE, VALUES, Entry, Handle, Kept, flat_view
+
+MIN_SIZE = 4096  # elements; what is smaller is kept as it is
+MIN_RATIO = 1.5  # a layer below it is warned of
+_POOLS = (nn.MaxPool1d, nn.MaxPool2d)
+
+
+class _Pass(threading.local):
+    """What one thread knows while it is in `with saver`."""
+
+    def __init__(self) -> None:
+        self.contexts: list[contextlib.ExitStack] = []
+        self.stack: list[tuple[Layer, nn.Module, int]] = []
+        """Modules at work, and how many elements their input has."""
+        self.pending: Entry | None = None
+        """A mask that becomes values if the next layer asks for them."""
+        self.postponed: tuple[Entry, Tensor] | None = None
+        """Values that become a shape if the next tensor is the indices of max-pooling."""
+        self.tally = _Tally()
+        self.pictures: torch.Size | None = None
+        """Shape of the last tensor of floats that was saved: max-pooling saves its indices right after its input."""
+
+
+class ActivationCompressor:
+    """Compresses what a model's forward pass saves for backward: `with saver: loss = criterion(model(x), y)`.
+
+    Args:
+        model: the module whose layers are told apart; may be wrapped in DDP.
+        optimizer: the one that trains it, for the bounds of "auto"; a `hvd.DistributedOptimizer` is one too.
+        error_bound: "auto", or a number: no activation changes by more than that.
+        relative: the number is a share of each layer's root mean square, as measured every `every` steps.
+        share: with "auto", the error of a weight's gradient (its standard deviation) over the layer's mean |momentum|.
+        every: steps between two refreshes of the bounds; the first follow after 1, 2, 4, ... steps.
+        min_size: tensors with fewer elements are kept as they are.
+        scaler: the `GradScaler` whose scale the gradients carry, if there is one.
+
+    Signs and zeros stay, so the mask of a ReLU is exact. Backward may run inside or outside of the `with` block, in
+    any thread. Compiled modules work, but are one layer to it (see `docs/activations.md`).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        error_bound: float | str = "auto",
+        relative: bool = False,
+        share: float = 0.01,
+        every: int = 100,
+        min_size: int = MIN_SIZE,
+        scaler: Any = None,
+    ) -> None:
+        where = "ActivationCompressor"
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"{where}: model must be a torch.nn.Module, got {type(model).__name__}")
+        if error_bound == "auto":
+            if optimizer is None:
+                raise ValueError(f'{where}: error_bound "auto" needs the optimizer; give it, or a number')
+        elif isinstance(error_bound, (str, bool)) or not (math.isfinite(error_bound) and error_bound >= 0):
+            raise ValueError(
+                f'{where}: error_bound must be "auto" or a number that is not negative, got {error_bound!r}'
+            )
+        if not 0 < share < 1:
+            raise ValueError(f"{where}: share must be between 0 and 1, got {share}")
+        if every < 1 or min_size < 1:
+            raise ValueError(f"{where}: every and min_size must be at least 1, got {every} and {min_size}")
+        self.error_bound, self.relative, self.share = error_bound, relative, share
+        self.every, self.min_size = every, min_size
+        self._optimizer, self._scaler = optimizer, scaler
+        self._model = model
+        self._layers = {
+            id(module): Layer(name or type(module).__name__, module)
+            for name, module in model.named_modules()
+            if not any(True for _ in module.children())
+        }
+        self._rest = Layer("(other)", None)
+        self._by_name = {layer.name: layer for layer in [*self._layers.values(), self._rest]}
+        self._pass = _Pass()
+        self._entries: weakref.WeakValueDictionary[tuple[Any, ...], Entry] = weakref.WeakValueDictionary()
+        self._lock = threading.RLock()
+        self._counts = _Counts()
+        self._hooks: list[Any] = []
+        self._n_inside = 0
+        self._n_steps = 0
+        self._n_passes = 0  # since the optimizer's last step
+        self._batch = 0
+        self._parameters: set[int] = set()
+        self._warned: set[str] = set()
+        self._step_hook = None
+        if optimizer is not None:
+            stepped = weakref.WeakMethod(self._stepped)
+
+            def after(*_: Any) -> None:
+                method = stepped()
+                if method is not None:
+                    method()
+
+            self._step_hook = optimizer.register_step_post_hook(after)
+            weakref.finalize(self, self._step_hook.remove)
+
+    # ---- the with block
+
+    def __enter__(self) -> ActivationCompressor:
+        with self._lock:
+            if self._n_inside == 0:
+                self._attach()
+            self._n_inside += 1
+        if not self._pass.contexts:
+            self._pass.tally = _Tally()
+        context = contextlib.ExitStack()
+        context.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
+        self._pass.contexts.append(context)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        state = self._pass
+        state.contexts.pop().close()
+        try:
+            self._resume(is_pooling=False)
+            self._settle()
+        finally:
+            if not state.contexts:
+                state.stack.clear()
+                state.pictures = None
+                if kind is None:
+                    self._n_passes += 1
+                    self._counts.end(state.tally)
+                    self._warn()
+                state.tally = _Tally()
+            with self._lock:
+                self._n_inside -= 1
+                if self._n_inside == 0:
+                    self._detach()
+
+    def _attach(self) -> None:
+        """Hooks on the modules are there only while someone is inside, so that models can be pickled and compiled."""
+        storages = [*self._model.parameters(), *self._model.buffers()]
+        self._parameters = {tensor.untyped_storage()._cdata for tensor in storages}
+        self._hooks.append(self._model.register_forward_pre_hook(self._begins))
+        for layer in self._layers.values():
+            assert layer.module is not None
+            self._hooks.append(layer.module.register_forward_pre_hook(self._enters))
+            self._hooks.append(layer.module.register_forward_hook(self._leaves, always_call=True))
+
+    def _detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _begins(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling() or not self._pass.contexts:
+            return
+        for x in inputs:
+            if isinstance(x, Tensor) and x.dim():
+                self._batch = x.shape[0]
+                break
+
+    def _enters(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling() or not self._pass.contexts:
+            return
+        size = inputs[0].numel() if inputs and isinstance(inputs[0], Tensor) else 0
+        self._pass.stack.append((self._layers[id(module)], module, size))
+
+    def _leaves(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if torch.compiler.is_compiling() or not self._pass.contexts:
+            return
+        stack = self._pass.stack
+        while stack and stack.pop()[1] is not module:
+            pass  # left by an exception
+        layer = self._layers[id(module)]
+        if not (self._is_measuring() and layer.has_theory and isinstance(output, Tensor) and output.requires_grad):
+            return
+        with torch.no_grad():
+            inverse = bounds.inverse_deviation(module, inputs[0])
+
+        def collect(gradient: Tensor) -> None:
+            squares = bounds.mean_squares(module, gradient, inverse)
+            with self._lock:
+                layer.squares += squares
+
+        output.register_hook(collect)
+
+    # ---- bounds
+
+    def _is_measuring(self) -> bool:
+        """Whether this step's gradients set new bounds: after 1, 2, 4, ... steps, then every `every`."""
+        if self.error_bound != "auto":
+            return False
+        step = self._n_steps + 1
+        return step % self.every == 0 or (step < self.every and step & (step - 1) == 0)
+
+    def _is_new_scale(self) -> bool:
+        step = self._n_steps + 1
+        return step % self.every == 0 or (step < self.every and step & (step - 1) == 0)
+
+    def _stepped(self) -> None:
+        """After the optimizer's step. A DistributedOptimizer calls it twice for one: no pass came between."""
+        with self._lock:
+            if self._n_passes == 0:
+                return
+            self._n_passes = 0
+            if self.error_bound == "auto":
+                assert self._optimizer is not None
+                scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
+                measuring = self._is_measuring()
+                for layer in self._by_name.values():
+                    self._follow_gradient(layer)
+                    if measuring:
+                        bounds.refresh(layer, self._optimizer, self.share, scale)
+            self._n_steps += 1
+
+    def _follow_gradient(self, layer: Layer) -> None:
+        weight = layer.weight
+        if weight is None or weight.grad is None or not layer.has_theory:
+            return
+        assert self._optimizer is not None
+        if bounds.momentum(self._optimizer, weight) is None:
+            size = float(weight.grad.detach().abs().mean())
+            if math.isfinite(size):
+                layer.gradient = bounds.KEPT * layer.gradient + (1 - bounds.KEPT) * size if layer.gradient else size
+
+    def _bound(self, layer: Layer, flat: Tensor) -> float:
+        """The bound for a tensor that this layer saves."""
+        if isinstance(self.error_bound, (int, float)) and not self.relative:
+            return float(self.error_bound)
+        if not layer.scale or self._is_new_scale():
+            with torch.no_grad():
+                scale = float(torch.linalg.vector_norm(flat.float())) / math.sqrt(flat.numel())
+            layer.scale = scale if math.isfinite(scale) else layer.scale
+        if isinstance(self.error_bound, (int, float)):
+            bound = self.error_bound * layer.scale
+        else:
+            bound = layer.default if layer.bound is None else layer.bound
+        for name in layer.partners:
+            other = self._by_name[name].bound
+            if other is not None:
+                bound = min(bound, other)
+        return bound
+
+    # ---- saving
+
+    def _pack(self, tensor: Tensor) -> Any:
+        start = time.perf_counter()
+        state = self._pass
+        layer, _, n_input = state.stack[-1] if state.stack else (self._rest, None, 0)
+        data = tensor.detach()
+        storage = data.untyped_storage()
+        if storage._cdata in self._parameters or self._is_cast_weight(layer, data):
+            return Kept(data)
+        plain = type(data) is Tensor and data.layout == torch.strided
+        size = data.numel()
+        if not plain or size < self.min_size or data.device.type not in ("cpu", "cuda"):
+            return self._keep(layer, data, storage)
+        if layer.is_normalising and size != n_input:
+            return self._keep(layer, data, storage)
+        if data.dtype == torch.int64 and state.pictures is not None:
+            packed = codec.pack_pool(data.contiguous(), state.pictures) if flat_view(data) is not None else None
+            if packed is not None:
+                self._resume(is_pooling=True)
+                entry = Entry(layer.name, data, storage)
+                entry.store_indices(*packed, data)
+                return self._handle(layer, entry, data, start)
+        if data.dtype != torch.bool and not codec.is_supported(data):
+            return self._keep(layer, data, storage)
+        state.pictures = data.shape if data.dtype != torch.bool else None
+        flat = flat_view(data)
+        if flat is None:
+            return self._keep(layer, data, storage)
+        need = self._need(layer, tensor, data)
+        key: tuple[Any, ...] = (storage._cdata, data._version, data.storage_offset(), size, data.dtype)
+        if flat.untyped_storage()._cdata != storage._cdata:
+            key = (*key, data.shape, data.stride())  # a copy: the layout counts
+        with self._lock:
+            self._resume(is_pooling=False)
+            found = self._entries.get(key)
+            if found is None or found is not state.pending:
+                self._settle()
+            if found is None:
+                found = self._entries[key] = Entry(layer.name, data, storage)
+            if need == VALUES and found.need < VALUES and layer is self._rest and 3 <= data.dim() <= 4:
+                found.wait(flat)
+                state.postponed = (found, flat)
+            else:
+                self._provide(found, layer, need, flat)
+            found.n_uses += 1
+        return self._handle(layer, found, data, start)
+
+    def _need(self, layer: Layer, tensor: Tensor, data: Tensor) -> int:
+        """What backward will ask of the tensor: values, the mask of a ReLU, or nothing but its shape."""
+        function = tensor.grad_fn
+        if function is not None and function.name() == "ReluBackward0":
+            key = (data.untyped_storage()._cdata, data._version, data.storage_offset(), data.numel(), data.dtype)
+            if key not in self._entries:
+                return MASK  # a ReLU saves its result before anyone else can
+        if type(layer.module) in _POOLS:
+            return SHAPE
+        return VALUES
+
+    def _provide(self, entry: Entry, layer: Layer, need: int, flat: Tensor) -> None:
+        """Make the entry hold what is needed; masks wait for the next tensor, as values of the same one may be next."""
+        if need < VALUES:
+            if need > entry.need:
+                entry.need = need
+                entry.wait(flat)
+                self._pass.pending = entry
+            return
+        bound = self._bound(layer, flat) if flat.dtype != torch.bool else 0.0
+        if entry.need == VALUES:
+            if entry.bound is not None and entry.bound <= bound:
+                return
+            if entry.layer != layer.name:
+                self._by_name[entry.layer].partners.add(layer.name)
+        elif entry.need == MASK:
+            entry.layer = layer.name  # the values are this layer's
+        entry.need = VALUES
+        entry.store_values(flat, bound)
+        if entry is self._pass.pending:
+            self._pass.pending = None
+
+    def _resume(self, is_pooling: bool) -> None:
+        """Outside of modules, what saved the tensor before shows only now: `F.max_pool2d` saves its indices next."""
+        postponed, self._pass.postponed = self._pass.postponed, None
+        if postponed is not None:
+            entry, flat = postponed
+            if is_pooling:
+                entry.need = max(entry.need, SHAPE)
+                self._pass.pending = entry
+                self._settle()
+            else:
+                self._provide(entry, self._rest, VALUES, flat)
+
+    def _settle(self) -> None:
+        """The tensor that waited is not asked for its values: a mask, or its shape, is enough."""
+        entry, self._pass.pending = self._pass.pending, None
+        if entry is not None:
+            entry.settle()
+
+    def _is_cast_weight(self, layer: Layer, data: Tensor) -> bool:
+        """Whether it is a copy of the layer's own weight, which autocast makes."""
+        if layer.module is None:
+            return False
+        for parameter in layer.module.parameters(recurse=False):
+            if data.numel() == parameter.numel() and data.dtype != parameter.dtype:
+                if data.shape in (parameter.shape, parameter.shape[::-1]):
+                    return True
+        return False
+
+    def _keep(self, layer: Layer, data: Tensor, storage: torch.UntypedStorage) -> Kept:
+        self._pass.tally.keep(layer.name, data, storage)
+        return Kept(data)
+
+    def _handle(self, layer: Layer, entry: Entry, data: Tensor, start: float) -> Handle:
+        self._pass.tally.pack(entry)
+        if entry.n_bytes >= codec.LARGE:
+            codec.trim()
+        self._counts.add_time(layer.name, time.perf_counter() - start)
+        return Handle(entry, data, functools.partial(self._counts.add_time, layer.name))
+
+    # ---- what it buys
+
+    def stats(self) -> dict[str, Any]:
+        """Of the last pass: `saved_bytes` (what plain training keeps), `stored_bytes`, `ratio`, and `layers`.
+
+        A layer has `bound`, `saved_bytes`, `stored_bytes`, `ratio`, `seconds` (compressing and decompressing, mean per
+        pass) and, with "auto", `share`: the predicted error of its weight's gradient over the mean |momentum|. A
+        tensor that several layers save counts once, for the first. Parameters do not count.
+        """
+        with self._lock:
+            layers: dict[str, dict[str, Any]] = {}
+            for name, (saved, stored) in self._counts.last.items():
+                layer = self._by_name[name]
+                layers[name] = {
+                    "bound": self._counts.bounds.get(name),
+                    "share": layer.share,
+                    "saved_bytes": saved,
+                    "stored_bytes": stored,
+                    "ratio": saved / stored if stored else None,
+                    "seconds": self._counts.seconds.get(name, 0.0) / max(self._counts.n_passes, 1),
+                }
+            saved = sum(layer["saved_bytes"] for layer in layers.values())
+            stored = sum(layer["stored_bytes"] for layer in layers.values())
+            return {
+                "saved_bytes": saved,
+                "stored_bytes": stored,
+                "ratio": saved / stored if stored else None,
+                "batch_size": self._batch,
+                "steps": self._n_steps,
+                "layers": layers,
+            }
+
+    def report(self, path: str | Path, title: str = "Activations") -> None:
+        """Write the page on `stats()`: sizes, ratios, bounds and times of all layers."""
+        from horovod_aps.activations import report
+
+        report.write(self.stats(), path, title)
+
+    def suggest_batch_size(self, limit_gb: float) -> int:
+        """The largest batch that should fit into `limit_gb` (10^9 bytes) with compression, from the last pass.
+
+        Counted are parameters, their gradients, the optimizer's state, what is stored for backward, and room for
+        layers at work: four times the largest tensor that was saved. Not counted: Python, libraries and data.
+        """
+        if not (isinstance(limit_gb, (int, float)) and limit_gb > 0):
+            raise ValueError(f"suggest_batch_size: limit_gb must be a positive number, got {limit_gb!r}")
+        stats = self.stats()
+        if not stats["batch_size"] or not stats["saved_bytes"]:
+            raise RuntimeError("suggest_batch_size: no forward pass has been seen yet")
+        fixed = 0
+        for parameter in self._model.parameters():
+            fixed += parameter.nbytes * (2 if parameter.requires_grad else 1)
+            state = self._optimizer.state.get(parameter, {}) if self._optimizer is not None else {}
+            fixed += sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+        sample = (stats["stored_bytes"] + 4 * self._counts.largest) / stats["batch_size"]
+        return max(0, math.floor((limit_gb * 1e9 - fixed) / sample))
+
+    def _warn(self) -> None:
+        for name, (saved, stored) in self._counts.last.items():
+            bound = self._counts.bounds.get(name)
+            if bound and saved < MIN_RATIO * stored and name not in self._warned:
+                self._warned.add(name)
+                warnings.warn(
+                    f"ActivationCompressor: what layer {name} saves compresses only {saved / stored:.2f}x "
+                    f"(bound {bound:.3g}); a larger bound or share would help, or leave the layer to plain training",
+                    stacklevel=3,
+                )
+
+
+class _Tally:
+    """What one pass has saved so far."""
+
+    def __init__(self) -> None:
+        self.entries: list[weakref.ref[Entry]] = []
+        self.kept: dict[str, int] = {}
+        self._seen: dict[tuple[int, int], StorageWeakRef] = {}  # the reference keeps the address from being used again
+        self._known: weakref.WeakSet[Entry] = weakref.WeakSet()
+
+    def keep(self, name: str, data: Tensor, storage: torch.UntypedStorage) -> None:
+        key = (storage._cdata, data._version)
+        if key not in self._seen:
+            self._seen[key] = StorageWeakRef(storage)
+            self.kept[name] = self.kept.get(name, 0) + data.nbytes
+
+    def pack(self, entry: Entry) -> None:
+        if entry not in self._known:
+            self._known.add(entry)
+            self.entries.append(weakref.ref(entry))
+
+
+class _Counts:
+    """Bytes of the last pass, and seconds of all, by layer."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, tuple[int, int]] = {}
+        self.bounds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
+        self.n_passes = 0
+        self.largest = 0
+        self._lock = threading.Lock()
+
+    def add_time(self, name: str, seconds: float) -> None:
+        with self._lock:
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    def end(self, tally: _Tally) -> None:
+        totals = {name: [size, size] for name, size in tally.kept.items()}
+        bounds: dict[str, float] = {}
+        for reference in tally.entries:
+            entry = reference()
+            if entry is None:  # its graph is gone already
+                continue
+            total = totals.setdefault(entry.layer, [0, 0])
+            total[0] += entry.n_bytes
+            total[1] += entry.stored_bytes
+            self.largest = max(self.largest, entry.n_bytes)
+            if entry.bound is not None:
+                bounds[entry.layer] = max(entry.bound, bounds.get(entry.layer, 0.0))
+        with self._lock:
+            self.last = {name: (saved, stored) for name, (saved, stored) in totals.items()}
+            self.bounds = bounds
+            self.n_passes += 1
+
+
+def _unpack(packed: Handle | Kept) -> Tensor:
+    return packed.tensor()
