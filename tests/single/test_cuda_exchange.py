@@ -97,10 +97,12 @@ def _read(address: int, like: np.ndarray, found: list[np.ndarray]) -> Callable[[
     return lambda: found.append(np.frombuffer(ctypes.string_at(address, like.nbytes), like.dtype).reshape(like.shape))
 
 
-def run(side: Any, n_ranks: int, options: Options, n_steps: int) -> tuple[list[np.ndarray], list[Exchange]]:
+def run(
+    side: Any, n_ranks: int, options: Options, n_steps: int, exchanges: list[Exchange] | None = None
+) -> tuple[list[np.ndarray], list[Exchange]]:
     """Results of `n_steps` exchanges in place, and the exchanges."""
     tensors = [side.tensors(rank) for rank in gradients(n_ranks, 0)]
-    exchanges, results = None, []
+    results = []
     for step in range(n_steps):
         layers = []
         for mine, arrays in zip(tensors, gradients(n_ranks, step)):
@@ -141,6 +143,46 @@ def test_cuda_exchange_keeps_its_state() -> None:
     gpu[0].load_state(state)
     for name, values in cpu[1].residuals.items():
         np.testing.assert_array_equal(gpu[0].kernels.to_host(gpu[0].residuals[name]), values)
+
+
+class CudaAware(LocalTransport):
+    """A network that takes messages where they lie, at once, as an MPI that knows CUDA does."""
+
+    memory = "any"
+
+    def transfer(self, outgoing: Any, incoming: Any, tag: int) -> Any:
+        if all(isinstance(array, np.ndarray) for array in [*outgoing.values(), *incoming.values()]):
+            return super().transfer(outgoing, incoming, tag)
+        state, sent = cuda_standin._state, {}
+        for rank, array in outgoing.items():
+            found: list[bytes] = []
+            state.opened(lambda array=array, found=found: found.append(ctypes.string_at(array.ptr, len(array))))
+            sent[rank] = np.frombuffer(found[0], np.uint8)
+        filled = {rank: np.zeros(len(array), np.uint8) for rank, array in incoming.items()}
+        request = super().transfer(sent, filled, tag)
+
+        class Received:
+            def done(self) -> bool:
+                if not request.done():
+                    return False
+                for rank, array in incoming.items():
+                    state.opened(_write(array.ptr, filled[rank].tobytes()))
+                return True
+
+        return Received()
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3])
+def test_messages_go_straight_from_device_memory(n_ranks: int) -> None:
+    options = OPTIONS[1]
+    expected, _ = run(OnCpu(), n_ranks, options, 2)
+    for seed in range(3):
+        cuda_standin.reset(seed)
+        side = OnGpu()
+        exchanges = [Exchange(side.kernels, transport, options) for transport in CudaAware.world(n_ranks)]
+        assert exchanges[0].way == "from device memory by MPI"
+        found, _ = run(side, n_ranks, options, 2, exchanges)
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(expected, found))
 
 
 # ---- what a step of ResNet-50 asks of the device ----------------------------------------------------------
