@@ -59,6 +59,15 @@ def test_a_restart_of_torchrun_goes_on_where_the_killed_run_was(tmp_path):
     assert (spawned / "weights0").read_bytes() == (whole / "weights0").read_bytes()
 
 
+def test_two_levels(tmp_path):
+    """Two hosts with two ranks each: the ranks of a host add up first."""
+    command = [TORCHRUN[0], "--nproc-per-node", "4", str(WORKER), str(tmp_path), "--hosts", "2"]
+    code, output = run(command, 120, {})
+    assert code == 0, output[-5000:]
+    assert len(re.findall(r"rank \d: two-level", output)) == 4, output[-3000:]
+    assert len({(tmp_path / f"weights{rank}").read_bytes() for rank in range(4)}) == 1
+
+
 @pytest.mark.parametrize("n_ranks", [2, 3])
 def test_survivors_of_a_killed_rank_end_with_an_error(n_ranks, tmp_path):
     """Without a launcher, which would end them itself."""

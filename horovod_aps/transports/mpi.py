@@ -79,7 +79,7 @@ class MpiTransport:
         self._comm: Any = None
         self._piece: list[int] = []
         self._sends: list[tuple[Any, Any]] = []  # control messages under way, and what they send
-        self._left: set[int] = {self.rank}
+        self._left: set[int] = set()
         self._said_farewell = False
         self._error: BaseException | None = None
         farewells.opened(self)
@@ -134,7 +134,7 @@ class MpiTransport:
         return messages
 
     def gone(self) -> set[int]:
-        return self._left - {self.rank}
+        return self._left
 
     def transfer(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], tag: int) -> _MpiRequest:
         self._check()
@@ -171,7 +171,7 @@ class MpiTransport:
             self._said_farewell = True
         self.heard()
         self._sends = [(request, kept) for request, kept in self._sends if not request.Test()]
-        if len(self._left) < self.size or self._sends:
+        if len(self._left) < self.size - 1 or self._sends:
             return False
         self._comm.Free()
         return True
