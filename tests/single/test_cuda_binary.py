@@ -42,6 +42,7 @@ def test_kernels_move_whole_words(architecture: str) -> None:
         assert ("SHFL" in text or "REDUX" in text) == (name in ("scan", "reduce_scan"))
 
 
+@pytest.mark.slow
 def test_the_table_in_the_docs_is_what_is_predicted() -> None:
     text = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
     for row in roofline.predict():
