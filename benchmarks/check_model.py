@@ -18,6 +18,9 @@ from typing import Any
 from horovod_aps.tools import perfmodel, predict, shapes
 from horovod_aps.tools.perfmodel import Machine, Network
 
+# Element counts of works.DigitsNet, which this program need not import PyTorch for.
+DIGITS = [288, 32, 18_432, 64, 2_097_152, 2_048, 4_194_304, 2_048, 20_480, 10]
+
 
 def check(paths: Sequence[Path], network: Network, machine: Machine) -> int:
     """Compare predictions with the measurements in JSON files of benchmarks/sync.py and print the errors.
@@ -40,7 +43,7 @@ def check(paths: Sequence[Path], network: Network, machine: Machine) -> int:
             delay = float(case["link"].partition("+")[2].removesuffix("ms") or 0) / 1e3
             link = replace(
                 predict.nominal(network, result["rate_bits"] / 8),
-                ranks_per_host=1,
+                ranks_per_host=case.get("n_places", 1),
                 latency=network.latency + delay,
                 allreduce="openmpi",  # Horovod over Open MPI
             )
@@ -51,10 +54,12 @@ def check(paths: Sequence[Path], network: Network, machine: Machine) -> int:
                     continue
                 error = predicted / one["median"] - 1
                 errors.append(abs(error))
-                for kind, name in (("link", case["link"]), ("hosts", str(n_ranks)), ("method", method)):
+                n_places = case.get("n_places", 1)
+                layout = str(n_ranks) if n_places == 1 else f"{case['n_hosts']}x{n_places}"
+                for kind, name in (("link", case["link"]), ("hosts", layout), ("method", method)):
                     groups[kind].setdefault(name, []).append(abs(error))
                 times = (f"{1e3 * one['median']:.1f}", f"{1e3 * predicted:.1f}", f"{100 * error:+.0f} %")
-                rows.append([case["work"], case["link"], n_ranks, method, *times])
+                rows.append([case["work"], case["link"], layout, method, *times])
     if not rows:
         names = ", ".join(map(str, paths))
         raise ValueError(f"check_model.py: {names} must hold at least one case that the model covers, got none")
@@ -86,6 +91,8 @@ def _read_results(path: Path) -> tuple[list[dict[str, Any]], float]:
 def _case_sizes(work: str, n_elements: int) -> list[int] | None:
     if work == "flat":
         return [n_elements]
+    if work == "digits":
+        return DIGITS
     return shapes.layer_sizes(work) if work in shapes.MODELS else None
 
 
@@ -93,10 +100,11 @@ def _predict_method(method: str, sizes: list[int], n_ranks: int, link: Network, 
     """Seconds of one of the benchmark's methods; None if the model does not know it."""
     if method in ("horovod_fp32", "horovod_fp16"):
         return perfmodel.predict_ring(sizes, n_ranks, link, machine, int(method[-2:])).total
-    match = re.fullmatch(r"aps_(\d+)_(\d+)", method)
+    match = re.fullmatch(r"aps_(\d+)_(\d+)(_flat)?", method)
     if match is None:
         return None
-    return perfmodel.predict_exchange(sizes, n_ranks, link, machine, int(match[1]), int(match[2])).total
+    bits, way = (int(match[1]), int(match[2])), "flat" if match[3] else "auto"
+    return perfmodel.predict_exchange(sizes, n_ranks, link, machine, *bits, hierarchy=way).total
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -35,6 +35,7 @@ DDP_METHODS = ("ddp_fp32", "ddp_fp16", "ddp_bf16", "ddp_powersgd", "ddp_aps_4_3"
 LEARNING_RATE = 0.01
 # Larger than any model here: all gradients in one bucket.
 ONE_BUCKET_MB = 4096
+FLAT = "_flat"  # at the end of a method's name: without a level of its own for the ranks of a host
 
 
 class Method(ABC):
@@ -106,7 +107,7 @@ class DDPMethod(Method):
 
 
 def make_method(name: str, module: nn.Module) -> Method:
-    """The method of a given name: "horovod_fp32", "horovod_fp16", "aps_<e>_<m>", "ddp_aps_<e>_<m>" or "ddp_..."."""
+    """The method of a given name: "horovod_...", "aps_<e>_<m>[_flat]", "ddp_aps_<e>_<m>" or "ddp_..."."""
     if name == "ddp_fp32":
         return DDPMethod(name, module)
     if name == "ddp_fp16":
@@ -143,12 +144,12 @@ def make_compression(name: str) -> Any:
         return hvd.Compression.fp16
     from horovod_aps.torch import APSCompressor
 
-    return APSCompressor(*_bits(name))
+    return APSCompressor(*_bits(name), hierarchy="flat" if name.endswith(FLAT) else "auto")
 
 
 def _bits(name: str) -> tuple[int, int]:
-    """e and m of "aps_<e>_<m>" and "ddp_aps_<e>_<m>"."""
-    kind, *bits = name.removeprefix("ddp_").split("_")
+    """e and m of "aps_<e>_<m>[_flat]" and "ddp_aps_<e>_<m>"."""
+    kind, *bits = name.removeprefix("ddp_").removesuffix(FLAT).split("_")
     if kind != "aps" or len(bits) != 2 or not all(text.isdigit() for text in bits):
         raise ValueError(f"make_method: unknown method {name!r}; known are {', '.join(DEFAULT_METHODS)}")
     return int(bits[0]), int(bits[1])
@@ -167,7 +168,8 @@ def label(name: str) -> str:
     }
     if name in fixed:
         return fixed[name]
-    return ("DDP " if name.startswith("ddp_") else "") + "APS ({}, {})".format(*_bits(name))
+    text = ("DDP " if name.startswith("ddp_") else "") + "APS ({}, {})".format(*_bits(name))
+    return text + (", flat" if name.endswith(FLAT) else "")
 
 
 def bits_per_element(name: str) -> float | None:

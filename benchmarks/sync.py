@@ -2,6 +2,7 @@
 
     python benchmarks/sync.py                                     # the default selection, under 15 minutes
     python benchmarks/sync.py --works resnet50 --links 100mbit 1gbit+5ms --hosts 3 4 --launchers mpi gloo
+    python benchmarks/sync.py --ddp --links 1gbit 10gbit          # DDP plain, its hooks, and ours
     python benchmarks/sync.py --links shm                         # needs no root
     python benchmarks/sync.py --scaling                           # cost per rank for 2, 4 and 8 hosts
 
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster import Cluster, ClusterError
-from methods import DEFAULT_METHODS, EXTRA_METHODS, bits_per_element, label
+from methods import DDP_METHODS, DEFAULT_METHODS, EXTRA_METHODS, bits_per_element, label
 from plots import plot_cases, plot_scaling
 from works import WORKS
 
@@ -41,9 +42,15 @@ class Case:
     link: str
     n_hosts: int = 2
     launcher: str = "mpi"
+    only_ddp: bool = False
+    """Whether it compares what a user of DDP chooses among."""
+    n_places: int = 1
+    """Ranks on each host."""
 
     def __str__(self) -> str:
-        return f"{self.work}, {self.link}, {self.n_hosts} hosts, {self.launcher}"
+        ranks = f" x {self.n_places} ranks" if self.n_places > 1 else ""
+        end = ", DDP" if self.only_ddp else ""
+        return f"{self.work}, {self.link}, {self.n_hosts} hosts{ranks}, {self.launcher}{end}"
 
 
 DEFAULT_CASES = (
@@ -51,7 +58,14 @@ DEFAULT_CASES = (
     Case("resnet50", "10gbit"),
     *(Case(work, "shm") for work in ("resnet50", "mobilenet_v2", "small")),
     Case("resnet50", "1gbit", launcher="gloo"),
+    *(Case("resnet50", link, launcher="gloo", only_ddp=True) for link in ("1gbit", "10gbit")),
+    Case("digits", "1gbit", n_places=2),
+    Case("digits", "1gbit", n_places=4),
+    Case("digits", "1gbit", n_hosts=3, n_places=2),
+    Case("digits", "1gbit", launcher="gloo", n_places=4),
 )
+HOST_METHODS = ("horovod_fp32", "horovod_fp16", "aps_4_3", "aps_4_3_flat", "aps_3_0")
+"""Of cases with several ranks on each host."""
 
 
 def parse_link(link: str) -> tuple[str, float]:
@@ -106,7 +120,7 @@ def _run_workers(case: Case, methods: list[str], cluster: Cluster, arguments: ar
         }
         launch = cluster.mpirun if case.launcher == "mpi" else cluster.horovodrun
         command = [sys.executable, str(WORKER), json.dumps(config)]
-        done = launch(command, env=environment, timeout=arguments.timeout)
+        done = launch(command, case.n_hosts * case.n_places, env=environment, timeout=arguments.timeout)
         if done.returncode != 0 or not result_path.exists():
             raise ClusterError(
                 f"sync.py: {case} failed with exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
@@ -130,11 +144,12 @@ def _derive(result: dict[str, Any]) -> None:
         one["bytes"] = statistics.fmean(one["bytes_by_rank"]) if one["bytes_by_rank"] else None
     for name, one in methods.items():
         for base in ("horovod_fp32", "horovod_fp16"):
-            one[f"over_{base}"] = methods[base]["median"] / one["median"] if base in methods else None
+            other = base if base in methods else base.replace("horovod", "ddp")
+            one[f"over_{base}"] = methods[other]["median"] / one["median"] if other in methods else None
         known = one["bytes"] is not None and result["rate_bits"] is not None
         one["wire_share"] = max(one["bytes_by_rank"]) * 8 / result["rate_bits"] / one["median"] if known else None
         bits = bits_per_element(name)
-        n_ranks = result["n_ranks"]
+        n_ranks = result["n_ranks"] // result.get("case", {}).get("n_places", 1)
         one["model_bytes"] = None if bits is None else 2 * (n_ranks - 1) / n_ranks * result["n_elements"] * bits / 8
 
 
@@ -149,7 +164,7 @@ def table(result: dict[str, Any]) -> str:
         f"{result['n_elements'] / 1e6:.2f} M elements, {n_rounds} rounds or more; "
         f"time is the median per {per} (fastest to slowest)",
         "",
-        "| method | time, ms | MB per rank | over fp32 | over fp16 | share of the wire | relative error |",
+        "| method | time, ms | MB per host | over fp32 | over fp16 | share of the wire | relative error |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for name, one in result["methods"].items():
@@ -199,11 +214,13 @@ def choose_cases(arguments: argparse.Namespace) -> list[Case]:
         work = (arguments.works or ["mobilenet_v2"])[0]
         link = (arguments.links or ["100mbit"])[0]
         return [Case(work, link, n, (arguments.launchers or ["mpi"])[0]) for n in arguments.hosts or [2, 4, 8]]
-    if not any((arguments.works, arguments.links, arguments.hosts, arguments.launchers)):
+    layout = (arguments.hosts, arguments.ranks_per_host, arguments.launchers)
+    if not any((arguments.works, arguments.links, *layout, arguments.ddp)):
         return list(DEFAULT_CASES)
     return [
-        Case(work, link, n_hosts, launcher)
-        for launcher in arguments.launchers or ["mpi"]
+        Case(work, link, n_hosts, launcher, arguments.ddp, n_places)
+        for launcher in arguments.launchers or (["gloo"] if arguments.ddp else ["mpi"])
+        for n_places in arguments.ranks_per_host or [1]
         for n_hosts in arguments.hosts or [2]
         for link in arguments.links or ["1gbit"]
         for work in arguments.works or ["resnet50"]
@@ -215,6 +232,10 @@ def choose_methods(case: Case, arguments: argparse.Namespace) -> Sequence[str]:
         return list(arguments.methods)
     if arguments.scaling:
         return SCALING_METHODS
+    if case.only_ddp:
+        return DDP_METHODS
+    if case.n_places > 1:
+        return HOST_METHODS
     return DEFAULT_METHODS + EXTRA_METHODS if case == Case("resnet50", "1gbit") else DEFAULT_METHODS
 
 
@@ -222,14 +243,16 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--works", nargs="+", choices=WORKS)
     parser.add_argument("--links", nargs="+", help=f"such as {', '.join(LINKS)}")
-    parser.add_argument("--hosts", nargs="+", type=int, help="numbers of hosts, one rank each (2)")
+    parser.add_argument("--hosts", nargs="+", type=int, help="numbers of hosts (2)")
+    parser.add_argument("--ranks-per-host", nargs="+", type=int, help="numbers of ranks on each host (1)")
     parser.add_argument("--launchers", nargs="+", choices=("mpi", "gloo"))
     parser.add_argument(
         "--methods",
         nargs="+",
         metavar="METHOD",
-        help=f"of {' '.join(DEFAULT_METHODS + EXTRA_METHODS)}, or aps_<e>_<m>",
+        help=f"of {' '.join(DEFAULT_METHODS + EXTRA_METHODS)} ddp_bf16, or aps_<e>_<m>, ddp_aps_<e>_<m>",
     )
+    parser.add_argument("--ddp", action="store_true", help="compare what a user of DDP chooses among, over Gloo")
     parser.add_argument("--scaling", action="store_true", help="cost per rank as hosts go 2, 4, 8")
     parser.add_argument("--budget", type=float, default=20.0, help="seconds of timing per launch (20)")
     parser.add_argument("--min-rounds", type=int, default=5)

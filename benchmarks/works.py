@@ -21,7 +21,9 @@ BATCH_SIZE = 32
 
 
 def work_shapes(name: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Layer names and shapes of a work: one of horovod_aps.tools.shapes, "flat" or "small"."""
+    """Layer names and shapes of a work: one of horovod_aps.tools.shapes, "digits", "flat" or "small"."""
+    if name == "digits":
+        return [(name, tuple(parameter.shape)) for name, parameter in DigitsNet().named_parameters()]
     if name == "flat":
         return [("flat", (N_FLAT,))]
     if name == "small":
@@ -140,4 +142,4 @@ def digits_batches(rank: int, n_ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
             yield images[chosen], labels[chosen]
 
 
-WORKS = (*MODELS, "flat", "small", "step")
+WORKS = (*MODELS, "digits", "flat", "small", "step")

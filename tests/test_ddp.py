@@ -6,6 +6,7 @@ Oracle of restarts: a run of the same worker that nobody has interrupted, bit fo
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -58,6 +59,15 @@ def test_a_restart_of_torchrun_goes_on_where_the_killed_run_was(tmp_path):
     assert (spawned / "weights0").read_bytes() == (whole / "weights0").read_bytes()
 
 
+def test_two_levels(tmp_path):
+    """Two hosts with two ranks each: the ranks of a host add up first."""
+    command = [TORCHRUN[0], "--nproc-per-node", "4", str(WORKER), str(tmp_path), "--hosts", "2"]
+    code, output = run(command, 120, {})
+    assert code == 0, output[-5000:]
+    assert len(re.findall(r"rank \d: two-level", output)) == 4, output[-3000:]
+    assert len({(tmp_path / f"weights{rank}").read_bytes() for rank in range(4)}) == 1
+
+
 @pytest.mark.parametrize("n_ranks", [2, 3])
 def test_survivors_of_a_killed_rank_end_with_an_error(n_ranks, tmp_path):
     """Without a launcher, which would end them itself."""
@@ -85,6 +95,24 @@ def test_survivors_of_a_killed_rank_end_with_an_error(n_ranks, tmp_path):
         for one in ranks:
             one.kill()
             one.wait()
+
+
+@pytest.mark.parametrize(
+    "script, wanted",
+    [
+        ("ddp_digits.py --max-steps 60 --aps-allreduce", r"step 60: test accuracy [5-9]\d.*\n.* 0\.25\d of"),
+        ("ddp_digits.py --max-steps 3 --synthetic --fp16-allreduce", r"step 3: test accuracy"),
+        ("ddp_lightning.py", r"rank [01]: error \d\.\d+e-(0[3-9]|1\d), bytes 0\.25\d of"),
+        ("ddp_accelerate.py", r"rank [01]: error \d\.\d+e-(0[3-9]|1\d), bytes 0\.25\d of"),
+    ],
+)
+def test_examples(script, wanted):
+    name, *arguments = script.split()
+    if name != "ddp_digits.py":
+        pytest.importorskip(name.removeprefix("ddp_").removesuffix(".py").replace("lightning", "pytorch_lightning"))
+    code, output = run([*TORCHRUN, str(ROOT / "examples" / "pytorch" / name), *arguments], 120, {})
+    assert code == 0, output[-5000:]
+    assert re.search(wanted, output), output[-3000:]
 
 
 def test_without_horovod_tensorflow_and_mpi():

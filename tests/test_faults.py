@@ -79,8 +79,11 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def gloo_ranks(n_ranks: int, phase: str, victim: int, directory: Path) -> Iterator[Ranks]:
-    """The ranks of a Gloo job as `horovodrun` starts them, but with nobody who watches over them."""
+def gloo_ranks(n_ranks: int, phase: str, victim: int, directory: Path, hosts: str = "") -> Iterator[Ranks]:
+    """The ranks of a Gloo job as `horovodrun` starts them, but with nobody who watches over them.
+
+    `hosts` has a letter for each rank's host, if they are to count to several.
+    """
     rendezvous = RendezvousServer()
     plan = get_host_assignments(parse_hosts(f"localhost:{n_ranks}"), n_ranks)
     port = rendezvous.start()
@@ -89,7 +92,13 @@ def gloo_ranks(n_ranks: int, phase: str, victim: int, directory: Path) -> Iterat
     processes = [
         FORKS.Process(
             target=fault_worker.run_forked,
-            args=({**common, **create_slot_env_vars(slot)}, directory / f"output{i}", phase, victim, directory),
+            args=(
+                {**common, **create_slot_env_vars(slot), "HOROVOD_APS_HOST": hosts[i : i + 1]},
+                directory / f"output{i}",
+                phase,
+                victim,
+                directory,
+            ),
         )
         for i, slot in enumerate(plan)
     ]
@@ -181,6 +190,14 @@ def test_ctrl_c_on_all_ranks(tmp_path):
         for output in ranks.outputs:  # the other rank's end may reach a rank before its own signal
             assert "INTERRUPTED" in output.read_text() or "RAISED" in output.read_text(), ranks.text()
         assert "CHANGED" not in ranks.text()
+
+
+@pytest.mark.parametrize("phase", ["encode 1", "decode 1", "scan", "encode 2", "decode 2"])
+def test_a_death_on_a_host_with_several_ranks(phase, tmp_path):
+    """While gradients are written to shared memory, summed, scanned, packed, and read: nobody waits for the dead."""
+    with gloo_ranks(4, phase, 2, tmp_path, "aabb") as ranks:
+        ranks.wait_for("died")
+        check_gloo_survivors(ranks, victim=2)
 
 
 def test_ctrl_c_on_one_rank_ends_the_others(tmp_path):

@@ -136,6 +136,12 @@ def _read(path: Path) -> str:
     return path.read_text() if path.exists() else "(this rank has run nothing)"
 
 
+@pytest.mark.parametrize("kind", ["mpirun", "gloo"])
+def test_two_levels(kind, tmp_path):
+    """Four ranks on one machine, told by the tests that they are two hosts."""
+    launch(kind, 4, ("test_torch_two_level.py", "test_tensorflow_two_level.py"), tmp_path)
+
+
 @pytest.mark.parametrize("kind, n_ranks", [("mpirun", 2), ("mpirun", 3), ("gloo", 2)])
 def test_torch(kind, n_ranks, tmp_path):
     """MPI is started by Horovod on two ranks, and by mpi4py on three: then it outlives `hvd.shutdown()`."""
@@ -195,6 +201,11 @@ def test_tensorflow_three_ranks(kind, tmp_path):
         tmp_path,
         keyword="200- or tape_equals or process_sets or set_format or carrier",
     )
+
+
+@pytest.mark.parametrize("kind, n_ranks", [("mpirun", 2), ("mpirun", 3), pytest.param("gloo", 3)])
+def test_torch_gpu(kind, n_ranks, tmp_path):
+    launch(kind, n_ranks, ["test_torch_gpu.py"], tmp_path)
 
 
 def test_tensorflow_gpu(tmp_path):

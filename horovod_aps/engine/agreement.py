@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from horovod_aps import __version__
@@ -77,7 +77,7 @@ class Proposal:
     """Whether this is a whole batch: no other rank may hold more or less."""
 
     def encode(self) -> bytes:
-        return json.dumps(asdict(self), sort_keys=True).encode()
+        return json.dumps(vars(self), sort_keys=True).encode()
 
 
 def proposal(

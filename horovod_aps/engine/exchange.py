@@ -95,6 +95,7 @@ class Exchange:
         self._next_look = 0.0
         self._loaded: dict[str, Any] | None = None
         self._submitted: deque[Layer] = deque()  # handed in, perhaps by another thread, and not looked at
+        self._new: set[str] = set()  # their names
         self._plans: OrderedDict[str, Plan] = OrderedDict()
         self._start_over()
         self._serial = 0  # of the next bucket that is agreed on
@@ -157,51 +158,44 @@ class Exchange:
     # ---- handing in and taking out ------------------------------------------------------------------------
 
     def submit(self, *layers: Layer) -> None:
-        """Hand in gradients; full buckets of a known batch start on their way at once. Never blocks."""
+        """Hand in gradients; full buckets of a known batch start on their way soon. Never blocks."""
+        for layer in layers:
+            if layer.name in self._new or layer.name in self._pending:
+                raise _twice(layer)
+            self._new.add(layer.name)
         self._submitted.extend(layers)
         if self.self_driven:
             return
-        if self._lock.acquire(blocking=False):
+        if time.perf_counter() >= self._next_look and self._lock.acquire(blocking=False):
             try:
-                full = self._take_in()
-                if full or time.perf_counter() >= self._next_look:
-                    self._look()
+                self._next_look = time.perf_counter() + LOOK_SECONDS
+                self._take_in()
+                if self.transport is not None and (self._flight is not None or self._jobs):
+                    self._advance()
+                    self._next_look = time.perf_counter() + LOOK_SECONDS
             finally:
                 self._lock.release()
         progress.add(self)
 
-    def _take_in(self) -> bool:
-        """Note what was handed in; True if a bucket is full now."""
-        full = False
+    def _take_in(self) -> None:
+        """Note what was handed in."""
         while self._submitted:
             layer = self._submitted.popleft()
+            self._new.discard(layer.name)
             if layer.name in self._pending:
-                layer.error = ValueError(
-                    f"APSCompressor: {layer.name!r} was submitted twice before its result was used; "
-                    f"give tensors of different models different names"
-                )
-                raise layer.error
+                raise _twice(layer)
             self._pending[layer.name] = layer
             if self._flight is not None:
-                full |= self._flight.arrive(layer)
+                self._flight.arrive(layer)
             else:
-                full |= self._guess()
-        return full
+                self._guess()
 
-    def _guess(self) -> bool:
-        """Begin the batch that the first pending layer was last seen in; True if a bucket of it is full."""
+    def _guess(self) -> None:
+        """Begin the batch that the first pending layer was last seen in."""
         if self._overlap and self._pending and self._may_board():
             plan = self._plan_with(next(iter(self._pending)))
             if plan is not None:
                 self._flight = Flight.of(plan, self._pending.values())
-                return self._flight.next_is_full
-        return False
-
-    def _look(self) -> None:
-        """Move on from within backward."""
-        if self.transport is not None and (self._flight is not None or self._jobs):
-            self._advance()
-            self._next_look = time.perf_counter() + LOOK_SECONDS
 
     def look(self) -> bool:
         """Move on what is on its way and start what may start; True if anything moved. For a frontend's own thread."""
@@ -375,6 +369,7 @@ class Exchange:
         """Drop everything that was learned from the present ranks, for a changed world."""
         with self._lock:
             self._submitted.clear()
+            self._new.clear()
             for layer in self._pending.values():
                 self._residuals.drop(layer)
             self._drop_jobs()
@@ -432,7 +427,7 @@ class Exchange:
             except ValueError as error:
                 self._fail(error)
             moved = True
-        if gone := self._rounds.missing() & transport.gone():
+        if (left := transport.gone()) and (gone := self._rounds.missing() & left):
             raise LostPeer(f"rank {min(gone)} has ended while this rank waits for it")
         for job in self._jobs:
             moved |= job.step()
@@ -682,7 +677,7 @@ class Exchange:
         flight = self._flight
         assert flight is not None and self.transport is not None
         work, reduction = flight.works[flight.n_agreed], flight.plan.reductions[flight.n_agreed]
-        work.specs = [flight.plan.specs[i] for i in work.bucket.layers]
+        work.specs = flight.plan.specs_of[flight.n_agreed]
         if reduction.needs_exponents:
             work.scale(shared, self.transport.size)
         work.tag = N_TAGS * self._serial
@@ -727,6 +722,14 @@ class Exchange:
             )
             for layer in work.layers:
                 layer.done = True
+
+
+def _twice(layer: Layer) -> ValueError:
+    layer.error = ValueError(
+        f"APSCompressor: {layer.name!r} was submitted twice before its result was used; "
+        f"give tensors of different models different names"
+    )
+    return layer.error
 
 
 _abandoned: list[Any] = []

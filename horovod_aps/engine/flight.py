@@ -31,6 +31,7 @@ class Plan:
         self.make_up = {spec.name: (spec.shape, spec.dtype) for spec in self.specs}
         self.digest = agreement.digest(description)
         self.buckets, self.reductions = plan_reductions(self.specs, options.bucket_mb, transport, choose_reduction)
+        self.specs_of = [[self.specs[layer] for layer in bucket.layers] for bucket in self.buckets]
         self.bucket_of = {self.specs[layer].name: i for i, b in enumerate(self.buckets) for layer in b.layers}
 
 
@@ -77,14 +78,13 @@ class Flight:
             flight.arrive(layer)
         return flight
 
-    def arrive(self, layer: Layer) -> bool:
-        """Note a layer that is as planned; True if it was the last of its bucket."""
+    def arrive(self, layer: Layer) -> None:
+        """Note a layer that is as planned."""
         if self.plan.make_up.get(layer.name) != (layer.shape, layer.dtype) or layer.name in self.layers:
-            return False
+            return
         bucket = self.plan.bucket_of[layer.name]
         self.layers[layer.name] = layer
         self.missing[bucket] -= 1
-        return self.missing[bucket] == 0
 
     @property
     def next_is_full(self) -> bool:

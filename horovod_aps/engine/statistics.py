@@ -18,6 +18,7 @@ HISTORY = 512  # exponents kept per layer; every second one is dropped when it i
 # to 2^-62 of the largest. Its top binade is left empty, so that nothing saturates.
 BINS = FloatFormat(6, 1)
 N_BINS = (2**BINS.exp_bits - 1) * 2**BINS.man_bits - 1  # codes above zero
+MAX_COUNTS = 256  # buckets that are counted before their layers are looked up
 SAMPLE = 1 << 14  # values per layer and step that are put into the histogram
 
 
@@ -85,13 +86,56 @@ class LayerStatistics:
         }
 
 
+@dataclass
+class _Count:
+    """Exponents of a bucket that has come by several times."""
+
+    specs: Sequence[LayerSpec]
+    n: int = 0
+    exponents: np.ndarray = field(init=False)
+    n_nonfinite: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.n_nonfinite = np.zeros(len(self.specs), np.int64)
+
+
 class Statistics:
     """Collects figures as buckets are encoded; cheap except for the errors, which need a pass of their own."""
 
     def __init__(self) -> None:
         self.bytes_sent = 0.0
         self.bytes_fp32 = 0.0
-        self.layers: dict[str, LayerStatistics] = {}
+        self._layers: dict[str, LayerStatistics] = {}
+        self._counts: dict[int, _Count] = {}  # of buckets that were not measured, latest last
+
+    @property
+    def layers(self) -> dict[str, LayerStatistics]:
+        """The figures of all layers, by what people call them."""
+        for count in self._counts.values():
+            for i, spec in enumerate(count.specs):
+                entry = self._entry(spec, int(count.exponents[i]))
+                entry.n_exchanges += count.n
+                entry.n_nonfinite += int(count.n_nonfinite[i])
+        self._counts.clear()
+        return self._layers
+
+    def _entry(self, spec: LayerSpec, exponent: int) -> LayerStatistics:
+        entry = self._layers.get(spec.shown)
+        if entry is None:
+            entry = self._layers[spec.shown] = LayerStatistics(spec.format.name, spec.n_elements)
+        entry.format = spec.format.name
+        entry.exponent = None if exponent in (EXP_ZERO, EXP_NONFINITE) or spec.format.scale != "layer" else exponent
+        return entry
+
+    def count(self, specs: Sequence[LayerSpec], exponents: np.ndarray) -> None:
+        """Take in the exponents of one bucket's layers; quick if `specs` is the same list every time."""
+        if len(self._counts) > MAX_COUNTS:
+            _ = self.layers
+        count = self._counts.pop(id(specs), None) or _Count(specs)
+        count.n += 1
+        count.exponents = exponents
+        count.n_nonfinite += exponents == EXP_NONFINITE
+        self._counts[id(specs)] = count
 
     def add_bytes(self, sent: float, fp32: float) -> None:
         """Count what one bucket sent, and what a ring all-reduce of fp32 would have."""
@@ -107,19 +151,15 @@ class Statistics:
         histograms: np.ndarray | None = None,
     ) -> None:
         """Take in the exponents of one bucket's layers and, where given, the kernels' measurements."""
-        sums = None
-        if measured is not None:
-            sums = np.zeros((len(specs), measured.shape[1]))
-            np.add.at(sums, layer_of_segment, measured)
+        self.count(specs, exponents)
+        if measured is None:
+            return
+        sums = np.zeros((len(specs), measured.shape[1]))
+        np.add.at(sums, layer_of_segment, measured)
+        layers = self.layers
         for i, (spec, exponent) in enumerate(zip(specs, exponents.tolist())):
-            entry = self.layers.get(spec.shown)
-            if entry is None:
-                entry = self.layers[spec.shown] = LayerStatistics(spec.format.name, spec.n_elements)
-            entry.format = spec.format.name
-            entry.n_exchanges += 1
-            entry.n_nonfinite += exponent == EXP_NONFINITE
-            entry.exponent = None if exponent in (EXP_ZERO, EXP_NONFINITE) or spec.format.scale != "layer" else exponent
-            if sums is not None and exponent != EXP_NONFINITE:
+            if exponent != EXP_NONFINITE:
+                entry = layers[spec.shown]
                 underflowed, squared_error, squared_norm = sums[i, :3].tolist()
                 entry.n_measured += 1
                 entry.n_underflowed += underflowed

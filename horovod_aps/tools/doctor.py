@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from horovod_aps import __version__, config, kernels
+from horovod_aps.transports.mpi import takes_device_memory
 
 GREEN, YELLOW, RED = "ok", "note", "FAIL"
 REBUILD = (
@@ -190,12 +191,22 @@ def check_gpu() -> Iterator[Finding]:
     if not devices:
         yield Finding(GREEN, "gpu", "none seen by PyTorch; gradients on the CPU are all that is needed here")
     elif cupy is None:
-        yield Finding(RED, "gpu", f"{devices} GPU(s), but no CuPy", "pip install cupy-cuda12x")
+        remedy = 'pip install "horovod_aps[cuda12]", or [cuda13] if nvidia-smi shows CUDA 13'
+        yield Finding(RED, "gpu", f"{devices} GPU(s), but no CuPy", remedy)
     else:
         from horovod_aps.kernels.cuda import CudaKernels
+        from horovod_aps.tools.gpu_check import compare
 
-        CudaKernels().function("scan_kernel")
-        yield Finding(GREEN, "gpu", f"{devices} GPU(s), CuPy {cupy}, kernels compiled")
+        one = CudaKernels()
+        with one.at_work():  # compiles and loads
+            one.function("scan_kernel")
+        wrong = [line for line in compare(one) if "DIFFERS" in line]
+        if wrong:
+            yield Finding(RED, "gpu", f"kernels do not give the CPU's bits: {'; '.join(wrong)}", REPORT)
+        else:
+            yield Finding(GREEN, "gpu", f"{devices} GPU(s), CuPy {cupy}, kernels compiled and as on the CPU")
+        direct = takes_device_memory()
+        yield Finding(GREEN, "gpu", "packed bytes leave it " + ("by MPI" if direct else "through pinned host memory"))
 
 
 def check_launchers() -> Iterator[Finding]:
@@ -253,6 +264,9 @@ def check_import(modules: list[Any]) -> Iterator[Finding]:
 
 def check_init(hvd: Any) -> Iterator[Finding]:
     """`hvd.init()`, and that it found those whom the launcher started."""
+    from horovod_aps.frontends import idle
+
+    idle.choose()
     hvd.init()
     started = config.launcher_size()
     if started is not None and int(started) != hvd.size():
@@ -278,20 +292,24 @@ def check_horovod(hvd: Any) -> Iterator[Finding]:
         f"rank {hvd.rank()} of {hvd.size()}, built with {', '.join(built)}, "
         f"runs on {'MPI' if hvd.mpi_enabled() else 'Gloo'}",
     )
+    from horovod_aps.frontends import idle
+
+    if hvd.mpi_enabled() and idle.describe():
+        yield Finding(GREEN, "MPI waits", idle.describe())
     if not hvd.mpi_enabled():
-        yield Finding(GREEN, "transport", "Horovod's own operations (Gloo)")
+        yield Finding(GREEN, "transport", "connections of our own (Gloo)")
     elif not hvd.mpi_threads_supported():
         yield Finding(
             YELLOW,
             "transport",
-            "Horovod's own operations: MPI runs without thread support",
+            "connections of our own: MPI runs without thread support",
             "unset HOROVOD_MPI_THREADS_DISABLE, and call hvd.init() before anything else starts MPI",
         )
     elif installed("mpi4py") is None:
         yield Finding(
             YELLOW,
             "transport",
-            "Horovod's own operations: no mpi4py, which lets exchanges overlap",
+            "connections of our own: no mpi4py, which lets exchanges overlap",
             "pip install mpi4py==4.1.2",
         )
     else:
@@ -304,7 +322,7 @@ def check_horovod(hvd: Any) -> Iterator[Finding]:
             yield Finding(
                 YELLOW,
                 "transport",
-                "Horovod's own operations: mpi4py sees another MPI than Horovod",
+                "connections of our own: mpi4py sees another MPI than Horovod",
                 "build mpi4py against the MPI that Horovod uses: pip install --no-binary mpi4py mpi4py",
             )
 
@@ -320,6 +338,8 @@ def check_exchange(hvd: Any) -> Iterator[Finding]:
         tf, aps = importlib.import_module("tensorflow"), importlib.import_module("horovod_aps.tensorflow")
         compressor = aps.APSCompressor(4, 3)
         result = hvd.allreduce(tf.constant(mine), name="horovod_aps.doctor", compression=compressor).numpy()
+    if hvd.size() > 1:
+        yield Finding(GREEN, "hierarchy", compressor.stats()["hierarchy"] or "not known")
     everyone = gather_lines(hvd, result.tobytes().hex(), "horovod_aps.doctor.replicas")
     yield _judge("exchange", result, hvd.size(), len(set(everyone)) == 1, f"{hvd.size()} ranks")
 

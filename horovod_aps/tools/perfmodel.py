@@ -43,7 +43,7 @@ class Network:
     intra_latency: float = 2e-6
     # Horovod's own all-reduce: the ring of NCCL and Gloo, or what Open MPI 4.1 does with vectors over 256 kB.
     allreduce: str = "ring"
-    # Two-level ring (HOROVOD_HIERARCHICAL_ALLREDUCE) for Horovod's own; our exchange is always flat.
+    # Two-level ring (HOROVOD_HIERARCHICAL_ALLREDUCE) for Horovod's own.
     hierarchical: bool = False
     # Payload share of the nominal rate (Ethernet, IP and TCP headers); 1500-byte frames leave about 0.94.
     efficiency: float = 0.94
@@ -167,6 +167,10 @@ class Network:
             return (n_ranks - 1) * self.intra_latency + inside
         remote = self.latency + self.direct_host_bytes(nbytes, n_ranks) / self.rate
         return (n_ranks - 1) * self.intra_latency + max(inside, remote)
+
+    def between_hosts(self, nbytes: float) -> float:
+        """All ranks of a host together send `nbytes` to others, at once: one phase of a two-level exchange."""
+        return self.latency + nbytes / self.rate
 
     def small(self, n_ranks: int) -> float:
         """All-reduce of a few bytes by recursive doubling: the exponents of one bucket."""
@@ -405,13 +409,16 @@ def predict_exchange(
     exp_bits: int = 4,
     man_bits: int = 3,
     backward: float = 0.0,
+    hierarchy: str = "auto",
 ) -> Prediction:
     """Our packed exchange: one all-gather for two ranks, all-to-all and all-gather for more.
 
-    It is flat: with k ranks on a host that host sends k times the bytes. Kernels run in the thread that runs backward,
-    between layers; how much of the rest of the possible overlap there is, `machine.overlap` tells.
+    Flat, a host with k ranks sends k times the bytes; in two levels, which "auto" takes where it can, those of one
+    rank. Kernels run in the thread that runs backward, between layers; how much of the rest of the possible overlap
+    there is, `machine.overlap` tells.
     """
     _check(sizes, n_ranks, backward)
+    two_levels = has_two_levels(n_ranks, network, hierarchy)
     if n_ranks == 1:
         return Prediction(backward, 0.0, 0.0, 0.0, 0.0)
     slow = machine.slowdown(n_ranks)
@@ -424,7 +431,10 @@ def predict_exchange(
             rank.now += backward / len(specs) + slow * machine.layer_overhead
             cpu += slow * machine.layer_overhead
             rank.look()
-        jobs, message = _bucket_jobs(specs, group, n_ranks, network, machine, wire_format)
+        if two_levels:
+            jobs, host_bytes = _two_level_jobs(specs, group, n_ranks, network, machine, wire_format)
+        else:
+            jobs, message = _bucket_jobs(specs, group, n_ranks, network, machine, wire_format)
         for stages in jobs:
             rank.start(stages)
         rank.look()
@@ -434,6 +444,9 @@ def predict_exchange(
         own_hooks = slow * machine.layer_overhead * len(group)
         ready = (group[-1] + 1) * (backward / len(specs) + slow * machine.layer_overhead)
         in_a_row = max(in_a_row + own_hooks, ready) + moving + computing
+        if two_levels:
+            sent, left_host = sent + host_bytes / network.ranks_per_host, left_host + host_bytes
+            continue
         part = message if n_ranks == 2 else message / n_ranks
         sent += (1 if n_ranks == 2 else 2) * (n_ranks - 1) * part
         left_host += (1 if n_ranks == 2 else 2) * network.direct_host_bytes(part, n_ranks)
@@ -470,6 +483,51 @@ def _bucket_jobs(
         jobs.append(stages)
         stages, sent = [], sent + message
     return jobs, sent
+
+
+def has_two_levels(n_ranks: int, network: Network, hierarchy: str = "auto") -> bool:
+    """Whether the exchange sums inside hosts first; ValueError if it is to and cannot."""
+    if hierarchy not in ("auto", "flat", "two-level"):
+        raise ValueError(f"perfmodel: hierarchy must be auto, flat or two-level, got {hierarchy!r}")
+    local = network.ranks_per_host
+    possible = 1 < local < n_ranks and n_ranks % local == 0
+    if hierarchy == "two-level" and not possible:
+        raise ValueError(f"perfmodel: {n_ranks} ranks, {local} on a host, have no two levels")
+    return possible and hierarchy != "flat"
+
+
+def _two_level_jobs(
+    specs: Sequence[LayerSpec],
+    group: Sequence[int],
+    n_ranks: int,
+    network: Network,
+    machine: Machine,
+    wire_format: FloatFormat,
+) -> tuple[list[list[tuple[str, float]]], float]:
+    """The stages of one bucket in two levels, and the bytes that leave a host."""
+    rates, slow = machine.kernel_rates(wire_format.exp_bits, wire_format.man_bits), machine.slowdown(n_ranks)
+    local = network.ranks_per_host
+    hosts = n_ranks // local
+    n = sum(specs[layer].n_elements for layer in group)
+    grad, message = slow * 4 * n, n * wire_format.bits / 8
+    inside = math.ceil(math.log2(local)) * network.intra_latency
+    stages = [
+        ("delay", network.small(n_ranks)),
+        ("cpu", grad / machine.copy_rate),  # into the memory that the ranks of a host share
+        ("delay", inside),
+        ("cpu", grad / machine.add_rate + grad / local / rates.scan),
+        ("delay", network.small(n_ranks)),
+        ("cpu", grad / local / rates.encode),
+    ]
+    if hosts == 2:
+        left = message
+        stages += [("wire", network.between_hosts(message)), ("delay", inside), ("cpu", 2 * grad / rates.decode)]
+    else:
+        left = 2 * (hosts - 1) / hosts * message
+        phase = ("wire", network.between_hosts(left / 2))
+        stages += [phase, ("cpu", grad / local / rates.reduce), phase]
+        stages += [("delay", inside), ("cpu", grad / rates.decode)]
+    return [stages], left
 
 
 def scaling_efficiency(prediction: Prediction, forward: float, backward: float) -> float:

@@ -256,6 +256,9 @@ def predictions(question: Question) -> list[dict[str, Any]]:
             }
             for e, m in question.formats:
                 methods[f"aps({e},{m})"] = perfmodel.predict_exchange(sizes, n, link, machine, e, m, backward)
+                if perfmodel.has_two_levels(n, link):
+                    flat = perfmodel.predict_exchange(sizes, n, link, machine, e, m, backward, "flat")
+                    methods[f"aps({e},{m}) flat"] = flat
             for method, value in methods.items():
                 record = {
                     "bandwidth": link.bandwidth,

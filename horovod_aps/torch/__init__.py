@@ -1,5 +1,8 @@
 """PyTorch frontend: `hvd.DistributedOptimizer(..., compression=APSCompressor(e=4, m=3))`."""
 
+from horovod_aps.frontends import idle
 from horovod_aps.torch.compressor import APSCompressor
 
 __all__ = ["APSCompressor"]
+
+idle.choose()  # before hvd.init() starts MPI

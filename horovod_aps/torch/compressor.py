@@ -121,7 +121,7 @@ class APSCompressor(BaseCompressor, Compressor):
 
     # ---- The seam: tensors come in ------------------------------------------------------------------------
 
-    def _submit(
+    def _submit_group(
         self,
         tensors: Sequence[seam.WireTensor],
         outputs: Sequence[torch.Tensor],
@@ -130,28 +130,45 @@ class APSCompressor(BaseCompressor, Compressor):
         op: int,
         factor: float,
         process_set_id: int,
-        grouped: bool,
     ) -> int:
-        """Take tensors that Horovod hands us, and return a handle that it can wait for. Never blocks."""
+        """Take a group that Horovod hands us, and return a handle that it can wait for. Never blocks."""
         if op not in (mpi_ops.Average, mpi_ops.Sum):
             raise checks.wrong_op(op, mpi_ops)
-        device = tensors[0].device
-        if grouped:
-            batch = self._new_batch(process_set_id, device, self._group_label(group), len(tensors))
-        else:
-            batch = self._open_batch(process_set_id, device)
+        batch = self._new_batch(process_set_id, tensors[0].device, self._group_label(group), len(tensors))
         if op == mpi_ops.Average:
             factor /= batch.size
         layers = [
             self._layer(batch, tensor, output, name, factor) for tensor, output, name in zip(tensors, outputs, names)
         ]
-        if grouped:
-            batch.group = layers
-            for layer in layers:
-                layer.group_size = len(layers)
+        batch.group = layers
+        for layer in layers:
+            layer.group_size = len(layers)
         if batch.suspicion is not None and group is not None:
             batch.suspicion.note(group)
         self._hand_in(batch, layers)
+        return batch.ticket.handle
+
+    def _submit_one(
+        self,
+        tensor: seam.WireTensor,
+        output: torch.Tensor,
+        name: str | None,
+        op: int,
+        factor: float,
+        process_set_id: int,
+    ) -> int:
+        """As `_submit_group`, for a tensor by itself: there may be thousands of small ones."""
+        if op != mpi_ops.Average and op != mpi_ops.Sum:
+            raise checks.wrong_op(op, mpi_ops)
+        batch = self._open_batch(process_set_id, tensor.device)
+        size = len(batch.members)
+        layer = self._layer(batch, tensor, output, name, factor / size if op == mpi_ops.Average else factor)
+        if batch.suspicion is not None and name is not None:
+            batch.suspicion.note(name)
+        if size > 1 and batch.device.type == "cpu":
+            batch.reducer.submit(layer)
+        else:
+            self._hand_in(batch, [layer])
         return batch.ticket.handle
 
     def _group_label(self, group: str | None) -> str:

@@ -73,9 +73,7 @@ def _allreduce_async(
             )
         )
     text = name.decode() if isinstance(name, bytes) else None
-    return tensor.aps_compressor._submit(
-        [tensor], [output], [text], text, op, prescale * postscale / divisor, process_set_id, grouped=False
-    )
+    return tensor.aps_compressor._submit_one(tensor, output, text, op, prescale * postscale / divisor, process_set_id)
 
 
 def _grouped_allreduce_async(
@@ -97,7 +95,7 @@ def _grouped_allreduce_async(
     if ours:
         text = name.decode() if isinstance(name, bytes) else None
         names = [None if text is None else f"{text}.{i}" for i in ours]
-        handle = tensors[ours[0]].aps_compressor._submit(
+        handle = tensors[ours[0]].aps_compressor._submit_group(
             [tensors[i] for i in ours],
             [outputs[i] for i in ours],
             names,
@@ -105,7 +103,6 @@ def _grouped_allreduce_async(
             op,
             prescale * postscale / divisor,
             process_set_id,
-            grouped=True,
         )
     if ours and others:
         mpi_ops._handle_map[handle] = ((), ())  # Horovod will wait for the others' handle, `decompress` for this one

@@ -193,9 +193,10 @@ class HostedTransport:
         self.hosts = Hosts(self._ranks, self.rank, room, why_flat)
 
     def heard(self) -> list[tuple[int, bytes]]:
+        if not self._heard:
+            return self._transport.heard()
         kept = [(rank, message) for rank, messages in enumerate(self._heard) for message in messages]
-        if kept:
-            self._heard = [deque() for _ in range(self.size)]
+        self._heard = []
         return kept + self._transport.heard()
 
     def post(self, message: bytes) -> None:

@@ -8,6 +8,7 @@ message can arrive for a communicator that is gone.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,6 +35,15 @@ def _is_over() -> bool:
 
 # Horovod ends MPI on all ranks as soon as the first one leaves, so the last exchanges of the others are waited for.
 farewells = Farewells(_is_over)
+
+
+def takes_device_memory() -> bool:
+    """Whether the MPI that is loaded says that it knows CUDA; Open MPI does, of others it is not known."""
+    try:
+        query = ctypes.CDLL(None).MPIX_Query_cuda_support
+    except AttributeError:
+        return False
+    return bool(query())
 
 
 class _MpiRequest:
@@ -64,11 +74,12 @@ class MpiTransport:
         from mpi4py import MPI
 
         self._mpi = MPI
+        self.memory = "any" if takes_device_memory() else "host"
         self.rank, self.size = list(ranks).index(MPI.COMM_WORLD.rank), len(ranks)
         self._comm: Any = None
         self._piece: list[int] = []
         self._sends: list[tuple[Any, Any]] = []  # control messages under way, and what they send
-        self._left: set[int] = {self.rank}
+        self._left: set[int] = set()
         self._said_farewell = False
         self._error: BaseException | None = None
         farewells.opened(self)
@@ -123,7 +134,7 @@ class MpiTransport:
         return messages
 
     def gone(self) -> set[int]:
-        return self._left - {self.rank}
+        return self._left
 
     def transfer(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], tag: int) -> _MpiRequest:
         self._check()
@@ -160,7 +171,7 @@ class MpiTransport:
             self._said_farewell = True
         self.heard()
         self._sends = [(request, kept) for request, kept in self._sends if not request.Test()]
-        if len(self._left) < self.size or self._sends:
+        if len(self._left) < self.size - 1 or self._sends:
             return False
         self._comm.Free()
         return True

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"
 MORE_PAGES = [ROOT / "benchmarks" / "README.md", *sorted((ROOT / "benchmarks" / "results").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`]+)`")
-LAUNCHERS = ("horovodrun", "mpirun", "srun")
+LAUNCHERS = ("horovodrun", "mpirun", "srun", "torchrun")
 COMMANDS = (*LAUNCHERS, "horovod-aps", "make", "python", "sudo", ".venv/bin/python")
 MPIRUN = ["mpirun", "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1", "-np", "2"]
 ENVIRONMENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1",
@@ -105,6 +106,13 @@ def test_pages_name_no_machine() -> None:
 # What README's diffs leave out: a model and data before, one step after; `result` must be the same on all ranks, whose
 # data, and for Keras whose models, are not.
 AROUND = {
+    "torch.distributed": (
+        "import torch\ntorch.manual_seed(rank)\nmodel = torch.nn.Linear(3, 2)\n",
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "model(torch.full((4, 3), 1.0 + rank)).sum().backward()\n"
+        "optimizer.step()\n"
+        "result = model.module.weight.detach().numpy()\n",
+    ),
     "horovod.torch": (
         "import torch\n"
         "torch.manual_seed(0)\n"
@@ -137,16 +145,28 @@ RUNNER = """
 import importlib, json, os, sys
 from horovod_aps.tools import doctor
 rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 for where, text, module in json.load(open(sys.argv[1])):
     print("running", where, flush=True)
     names = {"__name__": "__main__", "rank": rank}
     exec(compile(text, where, "exec"), names)
-    if module:
+    if module == "torch.distributed":
+        dist, everyone = names["dist"], [None, None]
+        dist.all_gather_object(everyone, names["result"].tobytes())
+        assert len(set(everyone)) == 1, (where, everyone)
+        dist.destroy_process_group()
+    elif module:
         hvd = importlib.import_module(module.removesuffix(".keras"))
         hvd.init()
         everyone = doctor.gather_lines(hvd, names["result"].tobytes().hex(), where)
         assert len(everyone) == 2 and len(set(everyone)) == 1, (where, everyone)
 """
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def names_of(script: str, where: str) -> tuple[str, str]:
@@ -156,7 +176,7 @@ def names_of(script: str, where: str) -> tuple[str, str]:
     bound = {alias.asname or alias.name: alias.name for node in imports for alias in node.names}
     attributes = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     used = [text for text in attributes if re.fullmatch(r"[\w.]+", text) and text.partition(".")[0] in bound]
-    return "\n".join([*map(ast.unparse, imports), *used]), bound.get("hvd", "")
+    return "\n".join([*map(ast.unparse, imports), *used]), bound.get("hvd") or bound.get("dist", "")
 
 
 def test_snippets_and_diffs_run(tmp_path: Path) -> None:
@@ -180,7 +200,7 @@ def test_snippets_and_diffs_run(tmp_path: Path) -> None:
     done = subprocess.run(
         [*MPIRUN, sys.executable, "-c", RUNNER, "programs.json"],
         cwd=tmp_path,
-        env=os.environ | ENVIRONMENT,
+        env=os.environ | ENVIRONMENT | {"MASTER_PORT": str(free_port())},
         capture_output=True,
         text=True,
         timeout=900,

@@ -4,7 +4,8 @@
 
 The victim kills itself with SIGKILL in its fourth step, when the exchange enters `phase`: a method of the kernels
 (scan: before the exponents; encode: after them; reduce: after the scatter; decode: after the gather), or "backward" or
-"step" outside of the exchange. With the phase "never" all ranks train on until they are interrupted.
+"step" outside of the exchange; "encode 2" is the second call of a method. With the phase "never" all ranks train on
+until they are interrupted.
 """
 
 from __future__ import annotations
@@ -36,11 +37,15 @@ class Trap:
     """Kernels that kill the process when a method is called."""
 
     def __init__(self, kernels: Any, method: str, directory: Path) -> None:
-        self._kernels, self._method, self._directory = kernels, method, directory
+        self._kernels, self._directory = kernels, directory
+        self._method, _, count = method.partition(" ")
+        self._n_left = int(count or 1)
 
     def __getattr__(self, name: str) -> Any:
         if name == self._method:
-            die(self._directory)
+            self._n_left -= 1
+            if self._n_left == 0:
+                die(self._directory)
         return getattr(self._kernels, name)
 
 
