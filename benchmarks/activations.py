@@ -219,7 +219,7 @@ def _flipped(task: accuracy_tasks.Task, index: Tensor) -> Tensor:
 
 
 def speed() -> Records:
-    """GB/s of float32 in, or out, on one thread, into memory that is there; 28 MB of normal numbers, also after ReLU."""
+    """GB/s of float32 in, or out, on one thread, into memory that is there; normal numbers, also after ReLU."""
     from horovod_aps.activations import codec
 
     torch.set_num_threads(1)
