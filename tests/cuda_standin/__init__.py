@@ -486,12 +486,14 @@ def compile_for_host(code: str, options: tuple[str, ...], extra: tuple[str, ...]
             source, made = Path(folder) / "kernels.cpp", Path(folder) / "kernels.so"
             source.write_text(code)
             command = ["g++", "-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-Wall", "-Wextra", "-Werror"]
-            command += ["-Wno-unknown-pragmas", *extra]
+            command += ["-Wno-unknown-pragmas"]
             objects = [str(Path(folder) / "kernels.o"), str(Path(folder) / "runtime.o")]
             shim = ["-include", str(FOLDER / "shim.h"), *includes]
-            subprocess.run([*command, "-fsanitize=thread", *shim, "-c", str(source), "-o", objects[0]], check=True)
+            subprocess.run(
+                [*command, "-fsanitize=thread", *extra, *shim, "-c", str(source), "-o", objects[0]], check=True
+            )
             subprocess.run([*command, "-c", str(FOLDER / "runtime.cpp"), "-o", objects[1]], check=True)
-            subprocess.run(["g++", "-shared", *extra, *objects, "-o", str(made)], check=True)
+            subprocess.run(["g++", "-shared", *objects, "-o", str(made)], check=True)
             os.replace(_copy(made, cache), library)
     return library.read_bytes() + (b"FLUSH" if flush else b"KEEPS")
 

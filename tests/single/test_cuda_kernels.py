@@ -3,9 +3,11 @@
 Oracle: CpuKernels (itself tested against NumPy in test_kernels.py), zero tolerance.
 """
 
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -266,3 +268,23 @@ def test_cuda_source_compiles_with_nvcc_where_installed(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "kernels.cubin").stat().st_size > 0
+
+
+def test_kernels_have_no_undefined_behaviour() -> None:
+    """UBSan ends the process where there is some: shifts, overflow, null, alignment."""
+    code = (
+        "import sys; sys.path[:0] = ['tests', 'tests/single']\n"
+        "import cuda_standin, numpy as np\n"
+        "compiled = cuda_standin.compile_for_host\n"
+        "flags = ('-fsanitize=undefined', '-fsanitize-undefined-trap-on-error')\n"
+        "cuda_standin.compile_for_host = lambda code, options: compiled(code, options, flags)\n"
+        "import test_cuda_kernels as t\n"
+        "for seed in (None, 5):\n"
+        "    segs, arrays, length = t.make_bucket(np.random.default_rng(11), 24)\n"
+        "    t.run_all(t.Gpu(32, 9), segs, arrays, length, seed, 0, False)\n"
+        "print('fine', cuda_standin.nvrtc.n_compiled)\n"
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": tempfile.mkdtemp()}
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "fine 1\n"), done.stderr
