@@ -1,6 +1,6 @@
 # Two commands do everything: `make demo` and `make test`. Both set the machine up first.
 PY := .venv/bin/python
-.PHONY: setup demo test test-slow test-fast bench lint format docs fuzz soak clean
+.PHONY: gpu-check setup demo test test-slow test-fast bench lint format docs fuzz soak clean
 
 setup:
 	@bash scripts/setup.sh
@@ -44,6 +44,10 @@ bench: setup
 SECONDS ?= 600
 fuzz: setup
 	$(PY) tests/fuzz/fuzz.py --seconds $(SECONDS)
+
+# For the first person who has a GPU: one text file to send back; docs/install.md says what it means
+gpu-check: setup
+	$(PY) -m horovod_aps.tools.gpu_check
 
 # A long run on two ranks: memory, handles, names, replicas; its figures are in docs/reliability.md
 soak: setup

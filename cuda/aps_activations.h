@@ -15,6 +15,7 @@
 
 enum { ACT_BLOCK = 64, ACT_CHUNK_BLOCKS = 64, ACT_CHUNK = ACT_BLOCK * ACT_CHUNK_BLOCKS };
 enum { ACT_MAX_CODE = 16383, ACT_MAX_WIDTH = 15 };
+enum { ACT_MANY = 48 };            // with fewer values that are not zero, differences of neighbours do not pay
 enum { ACT_MAGIC = 0x31415041u };  // "APA1"
 // What a block holds. DENSE: no zero among its values, so codes skip it.
 enum {
@@ -229,7 +230,7 @@ APS_FN ActPlan act_plan_codes(const int* codes, int good, int dtype) {
         n_kept += codes[i] != 0;
     }
     int delta_low = 2 * ACT_MAX_CODE, delta_high = -2 * ACT_MAX_CODE;
-    for (int i = 1; i < ACT_BLOCK; ++i) {
+    for (int i = 1; i < ACT_BLOCK && n_kept >= ACT_MANY; ++i) {
         const int d = n_kept < ACT_BLOCK ? codes[i] - codes[i - 1] : act_skip(codes[i]) - act_skip(codes[i - 1]);
         delta_low = d < delta_low ? d : delta_low;
         delta_high = d > delta_high ? d : delta_high;

@@ -92,8 +92,16 @@ from importlib.metadata import version
 print("horovod-$HOROVOD_VERSION-py%d%d-torch%s-tf%s-%s" % (*sys.version_info[:2], version("torch"),
       version("tensorflow-cpu"), platform.machine()))
 PYEOF
-)-mpi$(mpirun --version 2>/dev/null | head -n1 | grep -o '[0-9][0-9.]*$')
+)-${HOROVOD_GPU_OPERATIONS:-cpu}-mpi$(mpirun --version 2>/dev/null | head -n1 | grep -o '[0-9][0-9.]*$')
+key=${key/-cpu-mpi/-mpi}
 wheels=$CACHE/$key
+if [ "${HOROVOD_GPU_OPERATIONS:-}" = NCCL ]; then
+    export HOROVOD_CUDA_HOME=${HOROVOD_CUDA_HOME:-/usr/local/cuda}
+    [ -x "$HOROVOD_CUDA_HOME/bin/nvcc" ] || {
+        say "HOROVOD_GPU_OPERATIONS=NCCL needs a CUDA toolkit; set HOROVOD_CUDA_HOME to the folder with bin/nvcc" >&2
+        exit 1
+    }
+fi
 if ! ls "$wheels"/horovod-*.whl >/dev/null 2>&1; then
     say "building Horovod $HOROVOD_VERSION, about six minutes on two cores (log: $LOGS/horovod.log)"
     build=$(mktemp -d)
@@ -109,15 +117,20 @@ if ! ls "$wheels"/horovod-*.whl >/dev/null 2>&1; then
     xla=$source/horovod/tensorflow/xla_mpi_ops.cc
     { echo '#if 0'; cat "$xla"; echo '#endif'; } >"$xla.off" && mv "$xla.off" "$xla"
     mkdir -p "$wheels"
+    # With HOROVOD_GPU_OPERATIONS=NCCL, a CUDA toolkit (HOROVOD_CUDA_HOME) and NCCL (HOROVOD_NCCL_HOME) Horovod's own
+    # operations run on GPUs; Horovod reads these variables itself.
     PATH=$PWD/$VENV/bin:$PATH HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
         HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1 MAKEFLAGS=-j"$(nproc)" \
         run_logged horovod "apt-get install g++ libopenmpi-dev; then make setup again" \
         "$PY" -m pip wheel --disable-pip-version-check --no-deps --no-build-isolation -w "$wheels" "$source"
 fi
-if ! "$PY" -c "import sys; from importlib.metadata import version; sys.exit(version('horovod') != '$HOROVOD_VERSION')" 2>/dev/null; then
+stamp=$VENV/.horovod
+if [ "$(cat "$stamp" 2>/dev/null)" != "$key" ] ||
+    ! "$PY" -c "import sys; from importlib.metadata import version; sys.exit(version('horovod') != '$HOROVOD_VERSION')" 2>/dev/null; then
     say "installing Horovod from $wheels"
     run_logged horovod-install "rm -r $wheels; make setup" \
-        "$PY" -m pip install --disable-pip-version-check --no-deps "$wheels"/horovod-*.whl
+        "$PY" -m pip install --disable-pip-version-check --no-deps --force-reinstall "$wheels"/horovod-*.whl
+    echo "$key" >"$stamp"
 fi
 
 # 4. This package ----------------------------------------------------------------------------------

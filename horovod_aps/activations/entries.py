@@ -51,6 +51,8 @@ class Entry:
         self.n_uses = 0
         self.bound: float | None = None
         self.cached: Tensor | None = None
+        self.trims = False
+        """Whether memory that malloc holds is given back when its values are asked for."""
         self._storage = StorageWeakRef(storage)  # as long as it is here, no other storage has the same address
         self._waiting: tuple[Tensor, int] | None = None
         self._content: Tensor | None = None
@@ -184,7 +186,7 @@ class Handle:
         flat = self.entry.flat()
         if flat is None:
             return torch.empty_strided(self.shape, self.stride, dtype=self.entry.dtype)
-        if self.entry.n_bytes >= codec.LARGE:
+        if self.entry.trims:
             codec.trim()
         out = flat.as_strided(self.shape, _strides(self.shape, self.stride), flat.storage_offset())
         self.add_time(time.perf_counter() - start)

@@ -12,6 +12,7 @@ device is passed in, so the tests run these launchers on the host with a stand-i
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -164,6 +165,7 @@ class CudaKernels(Kernels):
             if not self._is_ready:
                 self.stream, self.copies = cuda.Stream(non_blocking=True), cuda.Stream(non_blocking=True)
                 self.pinned = PinnedPool(cuda)
+                self._fetching: deque[tuple[Any, np.ndarray]] = deque()
                 with self.stream:
                     self._uploads = Uploads(cuda, self.stream)
                 self._tiles: dict[tuple[bytes, bytes, int], npt.NDArray[np.void]] = {}
@@ -234,7 +236,11 @@ class CudaKernels(Kernels):
         target = self.pinned.take(n_bytes)
         runtime = self.device.cuda.runtime
         runtime.memcpyAsync(target.ctypes.data, ptr, n_bytes, runtime.memcpyDeviceToHost, self.stream.ptr)
-        return self._mark(self.stream), target
+        event = self._mark(self.stream)
+        while self._fetching and self._fetching[0][0].done:
+            self._fetching.popleft()
+        self._fetching.append((event, target))  # whoever asked for it may forget it
+        return event, target
 
     def _mark(self, stream: Any) -> Any:
         event = self.device.cuda.Event(disable_timing=True)

@@ -48,7 +48,7 @@ def array_module() -> Any:
     except ImportError:
         warnings.warn(
             "APSCompressor: CuPy is not installed, so gradients are copied from the GPU to the host and "
-            "packed there; pip install horovod_aps[cuda]",
+            'packed there; pip install "horovod_aps[cuda12]"',
             stacklevel=2,
         )
         return None

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from horovod_aps import __version__, config, kernels
+from horovod_aps.transports.mpi import takes_device_memory
 
 GREEN, YELLOW, RED = "ok", "note", "FAIL"
 REBUILD = (
@@ -190,12 +191,22 @@ def check_gpu() -> Iterator[Finding]:
     if not devices:
         yield Finding(GREEN, "gpu", "none seen by PyTorch; gradients on the CPU are all that is needed here")
     elif cupy is None:
-        yield Finding(RED, "gpu", f"{devices} GPU(s), but no CuPy", "pip install cupy-cuda12x")
+        remedy = 'pip install "horovod_aps[cuda12]", or [cuda13] if nvidia-smi shows CUDA 13'
+        yield Finding(RED, "gpu", f"{devices} GPU(s), but no CuPy", remedy)
     else:
         from horovod_aps.kernels.cuda import CudaKernels
+        from horovod_aps.tools.gpu_check import compare
 
-        CudaKernels().function("scan_kernel")
-        yield Finding(GREEN, "gpu", f"{devices} GPU(s), CuPy {cupy}, kernels compiled")
+        one = CudaKernels()
+        with one.at_work():  # compiles and loads
+            one.function("scan_kernel")
+        wrong = [line for line in compare(one) if "DIFFERS" in line]
+        if wrong:
+            yield Finding(RED, "gpu", f"kernels do not give the CPU's bits: {'; '.join(wrong)}", REPORT)
+        else:
+            yield Finding(GREEN, "gpu", f"{devices} GPU(s), CuPy {cupy}, kernels compiled and as on the CPU")
+        direct = takes_device_memory()
+        yield Finding(GREEN, "gpu", "packed bytes leave it " + ("by MPI" if direct else "through pinned host memory"))
 
 
 def check_launchers() -> Iterator[Finding]:

@@ -31,7 +31,7 @@ class Transport(Protocol):
     rank: int
     size: int
     memory: str
-    """Where the bytes that it moves must lie: "host"."""
+    """Where the bytes that it moves must lie: "host", "device" (of one's own GPU, or host), or "any" of both."""
 
     @property
     def hosts(self) -> Hosts | None:

@@ -45,7 +45,7 @@ class DeviceTransport:
     def __init__(self, below: Transport, kernels: CudaKernels) -> None:
         self.below, self._kernels = below, kernels
         self.rank, self.size = below.rank, below.size
-        self.is_direct = bool(getattr(below, "takes_device_memory", False))
+        self.is_direct = below.memory == "any"
         self._waiting: deque[_Transfer] = deque()  # not sent, in order
         self._moving: list[_Transfer] = []
         self._retiring: deque[tuple[Any, list[np.ndarray]]] = deque()  # pinned memory, until copies from it are over

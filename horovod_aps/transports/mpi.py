@@ -8,6 +8,7 @@ message can arrive for a communicator that is gone.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,6 +35,15 @@ def _is_over() -> bool:
 
 # Horovod ends MPI on all ranks as soon as the first one leaves, so the last exchanges of the others are waited for.
 farewells = Farewells(_is_over)
+
+
+def takes_device_memory() -> bool:
+    """Whether the MPI that is loaded says that it knows CUDA; Open MPI does, of others it is not known."""
+    try:
+        query = ctypes.CDLL(None).MPIX_Query_cuda_support
+    except AttributeError:
+        return False
+    return bool(query())
 
 
 class _MpiRequest:
@@ -64,6 +74,7 @@ class MpiTransport:
         from mpi4py import MPI
 
         self._mpi = MPI
+        self.memory = "any" if takes_device_memory() else "host"
         self.rank, self.size = list(ranks).index(MPI.COMM_WORLD.rank), len(ranks)
         self._comm: Any = None
         self._piece: list[int] = []

@@ -79,6 +79,11 @@ static void standin_access(void* where, uint64_t size, bool is_write) {
     }
 }
 
+void standin_vector(const void* where, uint64_t size, bool is_write) {
+    const uint64_t at = (uint64_t)where;
+    if (at - (uint64_t)stacks >= sizeof stacks && at % size) stop(MISALIGNED, at, size, is_write);
+}
+
 extern "C" {
 #define STANDIN_SIZE(n)                                                     \
     void __tsan_read##n(void* p) { standin_access(p, n, false); }           \

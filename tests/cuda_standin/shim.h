@@ -11,11 +11,27 @@
 struct Dim3 {
     unsigned int x, y, z;
 };
-struct alignas(8) uint2 {
+// g++ may copy these member by member, a GPU does it in one access, whose address must be aligned.
+void standin_vector(const void* where, uint64_t size, bool is_write);
+struct uint2 {
     uint32_t x, y;
+    uint2() = default;
+    uint2(const uint2& v) : x((standin_vector(&v, 8, false), v.x)), y(v.y) {}
+    uint2& operator=(const uint2& v) {
+        standin_vector(this, 8, true);
+        x = v.x, y = v.y;
+        return *this;
+    }
 };
-struct alignas(16) uint4 {
+struct uint4 {
     uint32_t x, y, z, w;
+    uint4() = default;
+    uint4(const uint4& v) : x((standin_vector(&v, 16, false), v.x)), y(v.y), z(v.z), w(v.w) {}
+    uint4& operator=(const uint4& v) {
+        standin_vector(this, 16, true);
+        x = v.x, y = v.y, z = v.z, w = v.w;
+        return *this;
+    }
 };
 extern Dim3 blockIdx, threadIdx, blockDim, gridDim;
 

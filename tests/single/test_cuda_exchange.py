@@ -7,6 +7,7 @@ gives wrong numbers in some of the seeds.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +15,14 @@ import cuda_standin
 import numpy as np
 import pytest
 
+from horovod_aps.engine import layout
 from horovod_aps.engine.exchange import Exchange, local_allreduce
 from horovod_aps.engine.layer import Layer
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.kernels.cuda import CudaKernels
 from horovod_aps.options import Options
+from horovod_aps.tools.shapes import MODELS
+from horovod_aps.transports.local import LocalTransport
 
 SHAPES = ((1,), (7,), (33, 5), (4099,))
 FRAMEWORK = 77
@@ -62,21 +66,25 @@ class OnGpu:
         self.kernels = CudaKernels(cuda_standin, stream=FRAMEWORK, block=32)
 
     def tensors(self, arrays: list[np.ndarray]) -> list[Any]:
+        """Every second one begins where no vector can be loaded."""
         with cuda_standin.cuda.ExternalStream(FRAMEWORK):
-            return [(cuda_standin.cuda.alloc(array.nbytes), array) for array in arrays]
+            return [
+                (memory := cuda_standin.cuda.alloc(array.nbytes + 4), array, memory.ptr + 4 * (i % 2))
+                for i, array in enumerate(arrays)
+            ]
 
     def address(self, tensor: Any) -> int:
-        return tensor[0].ptr
+        return tensor[2]
 
     def backward(self, tensors: list[Any], arrays: list[np.ndarray]) -> None:
-        for (memory, _), array in zip(tensors, arrays):
+        for (_, _, address), array in zip(tensors, arrays):
             content = array.tobytes()
-            cuda_standin.enqueue(FRAMEWORK, _write(memory.ptr, content))
+            cuda_standin.enqueue(FRAMEWORK, _write(address, content))
 
     def results(self, tensors: list[Any]) -> list[np.ndarray]:
         found: list[np.ndarray] = []
-        for memory, array in tensors:
-            cuda_standin.enqueue(FRAMEWORK, _read(memory.ptr, array, found))
+        for _, array, address in tensors:
+            cuda_standin.enqueue(FRAMEWORK, _read(address, array, found))
         cuda_standin.cuda.ExternalStream(FRAMEWORK).synchronize()
         return found
 
@@ -89,10 +97,12 @@ def _read(address: int, like: np.ndarray, found: list[np.ndarray]) -> Callable[[
     return lambda: found.append(np.frombuffer(ctypes.string_at(address, like.nbytes), like.dtype).reshape(like.shape))
 
 
-def run(side: Any, n_ranks: int, options: Options, n_steps: int) -> tuple[list[np.ndarray], list[Exchange]]:
+def run(
+    side: Any, n_ranks: int, options: Options, n_steps: int, exchanges: list[Exchange] | None = None
+) -> tuple[list[np.ndarray], list[Exchange]]:
     """Results of `n_steps` exchanges in place, and the exchanges."""
     tensors = [side.tensors(rank) for rank in gradients(n_ranks, 0)]
-    exchanges, results = None, []
+    results = []
     for step in range(n_steps):
         layers = []
         for mine, arrays in zip(tensors, gradients(n_ranks, step)):
@@ -133,3 +143,103 @@ def test_cuda_exchange_keeps_its_state() -> None:
     gpu[0].load_state(state)
     for name, values in cpu[1].residuals.items():
         np.testing.assert_array_equal(gpu[0].kernels.to_host(gpu[0].residuals[name]), values)
+
+
+class CudaAware(LocalTransport):
+    """A network that takes messages where they lie, at once, as an MPI that knows CUDA does."""
+
+    memory = "any"
+
+    def transfer(self, outgoing: Any, incoming: Any, tag: int) -> Any:
+        if all(isinstance(array, np.ndarray) for array in [*outgoing.values(), *incoming.values()]):
+            return super().transfer(outgoing, incoming, tag)
+        state, sent = cuda_standin._state, {}
+        for rank, array in outgoing.items():
+            found: list[bytes] = []
+            state.opened(lambda array=array, found=found: found.append(ctypes.string_at(array.ptr, len(array))))
+            sent[rank] = np.frombuffer(found[0], np.uint8)
+        filled = {rank: np.zeros(len(array), np.uint8) for rank, array in incoming.items()}
+        request = super().transfer(sent, filled, tag)
+
+        class Received:
+            def done(self) -> bool:
+                if not request.done():
+                    return False
+                for rank, array in incoming.items():
+                    state.opened(_write(array.ptr, filled[rank].tobytes()))
+                return True
+
+        return Received()
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3])
+def test_messages_go_straight_from_device_memory(n_ranks: int) -> None:
+    options = OPTIONS[1]
+    expected, _ = run(OnCpu(), n_ranks, options, 2)
+    for seed in range(3):
+        cuda_standin.reset(seed)
+        side = OnGpu()
+        exchanges = [Exchange(side.kernels, transport, options) for transport in CudaAware.world(n_ranks)]
+        assert exchanges[0].way == "from device memory by MPI"
+        found, _ = run(side, n_ranks, options, 2, exchanges)
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(expected, found))
+
+
+# ---- what a step of ResNet-50 asks of the device ----------------------------------------------------------
+
+SHRINK = 256  # all sizes, so that the stand-in is quick; the number of layers and buckets is that of the model
+
+
+class Rank:
+    """One rank with kernels of its own, whose backward hands in layers one after the other."""
+
+    def __init__(self, transport: LocalTransport, shapes: list[int]) -> None:
+        self.side = OnGpu()
+        self.exchange = Exchange(self.side.kernels, transport, Options(4, 3, bucket_mb=16 / SHRINK), overlap=True)
+        self.exchange.any_thread = False
+        self.arrays = [np.ones(n, np.float32) for n in shapes]
+        self.tensors = self.side.tensors(self.arrays)
+        self.size = transport.size
+
+    def layers(self) -> list[Layer]:
+        return [
+            Layer(f"l{i}", array.shape, 0, tensor[2], tensor[2], 1 / self.size, tensor)
+            for i, (tensor, array) in enumerate(zip(self.tensors, self.arrays))
+        ]
+
+    def backward(self, layers: list[Layer]) -> None:
+        for layer, tensor, array in zip(layers, self.tensors, self.arrays):
+            self.side.backward([tensor], [array])
+            self.exchange.submit(layer)
+
+
+@pytest.mark.parametrize(("n_ranks", "most"), [(2, (80, 130)), (8, (56, 250))])
+def test_a_step_of_resnet50_waits_for_nothing(
+    n_ranks: int, most: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Per rank and step: no blocking wait, and no more launches and copies than there were when this was written."""
+    monkeypatch.setattr(layout, "PIECE", layout.PIECE // SHRINK)
+    monkeypatch.setattr(layout, "FIRST", layout.FIRST // SHRINK)
+    cuda_standin.reset(4)
+    shapes = [max(1, math.prod(shape) // SHRINK) for _, shape in MODELS["resnet50"]()]
+    ranks = [Rank(transport, shapes) for transport in LocalTransport.world(n_ranks)]
+    for step in range(3):
+        cuda_standin.counts().clear()
+        layers = [rank.layers() for rank in ranks]
+        for rank, mine in zip(ranks, layers):
+            rank.backward(mine)
+        in_backward = cuda_standin.counts()["launches"]
+        running = [rank.exchange.steps(mine) for rank, mine in zip(ranks, layers)]
+        while running:
+            running = [steps for steps in running if next(steps, None) is not None]
+        for rank in ranks:
+            rank.exchange.kernels.end()
+        counts = cuda_standin.counts()
+        if step:
+            assert in_backward > 0, "nothing has begun in backward"
+    assert counts["waits"] == 0
+    assert counts["launches"] / n_ranks <= most[0] and counts["copies"] / n_ranks <= most[1], counts
+    names = {name for name in counts if name.endswith("_wide_kernel")}
+    assert not names
+    results = ranks[0].side.results(ranks[0].tensors)
+    assert all((result == 1).all() for result in results)

@@ -3,11 +3,11 @@
 Oracle: CpuKernels (itself tested against NumPy in test_kernels.py), zero tolerance.
 """
 
-import ctypes
+import os
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -248,39 +248,9 @@ def test_kernels_refuse_malformed_tables(side: Any) -> None:
         kernels.decode(good, [0])
 
 
-def nvrtc() -> ctypes.CDLL:
-    spec = find_spec("nvidia.cuda_nvrtc")
-    assert spec is not None and spec.submodule_search_locations, "pip install -r requirements.txt"
-    folder = Path(spec.submodule_search_locations[0]) / "lib"
-    return ctypes.CDLL(str(next(folder.glob("libnvrtc.so*"))))
-
-
-@pytest.mark.parametrize("architecture", ["sm_70", "sm_80", "sm_90"])
-def test_cuda_source_compiles_with_nvrtc(architecture: str) -> None:
-    """Oracle: NVIDIA's run-time compiler, the one that CuPy calls."""
-    library = nvrtc()
-    folder = C.source_folder()
-    program = ctypes.c_void_p()
-    code = (folder / "aps_kernels.cu").read_bytes()
-    assert library.nvrtcCreateProgram(ctypes.byref(program), code, b"aps_kernels.cu", 0, None, None) == 0
-    options = [f"--gpu-architecture={architecture}", f"-I{folder}", *OPTIONS]
-    table = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
-    status = library.nvrtcCompileProgram(program, len(options), table)
-    size = ctypes.c_size_t()
-    library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value)
-    library.nvrtcGetProgramLog(program, log)
-    assert status == 0 and b"): warning" not in log.value, log.value.decode()
-    assert library.nvrtcGetCUBINSize(program, ctypes.byref(size)) == 0
-    binary = ctypes.create_string_buffer(size.value)
-    assert library.nvrtcGetCUBIN(program, binary) == 0
-    for name in ["scan", "encode", "decode", "reduce_scan", "reduce", "residual", "add", "measure"]:
-        assert f"{name}_kernel".encode() in binary.raw
-
-
 @pytest.mark.slow
 def test_cuda_source_compiles_with_nvcc_where_installed(tmp_path: Path) -> None:
-    """Oracle: nvcc; without it the NVRTC test is the proof, and this one checks that it is absent indeed."""
+    """Oracle: nvcc; without it test_cuda_binary.py is the proof, and this one checks that it is absent indeed."""
     compiler = shutil.which("nvcc")
     if compiler is None:
         assert not Path("/usr/local/cuda/bin/nvcc").exists(), "nvcc is installed but not on PATH"
@@ -298,3 +268,23 @@ def test_cuda_source_compiles_with_nvcc_where_installed(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "kernels.cubin").stat().st_size > 0
+
+
+def test_kernels_have_no_undefined_behaviour() -> None:
+    """UBSan ends the process where there is some: shifts, overflow, null, alignment."""
+    code = (
+        "import sys; sys.path[:0] = ['tests', 'tests/single']\n"
+        "import cuda_standin, numpy as np\n"
+        "compiled = cuda_standin.compile_for_host\n"
+        "flags = ('-fsanitize=undefined', '-fsanitize-undefined-trap-on-error')\n"
+        "cuda_standin.compile_for_host = lambda code, options: compiled(code, options, flags)\n"
+        "import test_cuda_kernels as t\n"
+        "for seed in (None, 5):\n"
+        "    segs, arrays, length = t.make_bucket(np.random.default_rng(11), 24)\n"
+        "    t.run_all(t.Gpu(32, 9), segs, arrays, length, seed, 0, False)\n"
+        "print('fine', cuda_standin.nvrtc.n_compiled)\n"
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": tempfile.mkdtemp()}
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "fine 1\n"), done.stderr

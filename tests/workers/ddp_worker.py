@@ -1,6 +1,7 @@
-"""A rank that trains with DDP and APS: `python ddp_worker.py <folder> [--kill-rank R] [--spawn N]`.
+"""A rank that trains with DDP and APS: `python ddp_worker.py <folder> [--kill-rank R] [--spawn N] [--hosts H]`.
 
 Saves model and state after every step to <folder>, goes on from there, and writes the bytes of its weights at the end.
+With --hosts it counts to one of so many hosts, and prints how gradients travel.
 With --kill-rank that rank kills itself in the middle of the third step's backward, the first time it is started.
 """
 
@@ -50,6 +51,7 @@ def train(arguments: argparse.Namespace) -> None:
         dist.barrier()
     weights = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
     (arguments.folder / f"weights{rank}").write_bytes(weights.numpy().tobytes())
+    print(f"rank {rank}: {state.stats()['hierarchy']}", flush=True)
     dist.destroy_process_group()
 
 
@@ -64,9 +66,12 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kill-rank", type=int, default=-1)
     parser.add_argument("--spawn", type=int, default=0)
+    parser.add_argument("--hosts", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.spawn:
         torch.multiprocessing.spawn(spawned, (arguments,), nprocs=arguments.spawn)
     else:
         dist.init_process_group("gloo")
+        if arguments.hosts:
+            os.environ["HOROVOD_APS_HOST"] = f"host{dist.get_rank() * arguments.hosts // dist.get_world_size()}"
         train(arguments)

@@ -1,0 +1,50 @@
+"""What NVIDIA's compilers make of the kernels, for real architectures; oracle: NVRTC, ptxas and nvdisasm."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import roofline  # noqa: E402
+
+KERNELS = ["scan", "encode", "decode", "reduce_scan", "reduce", "residual", "add"]
+LOADS, STORES = {"scan", "encode", "residual", "add"}, {"decode", "residual", "add"}  # of gradients, 16 bytes at once
+
+
+@pytest.mark.parametrize("architecture", roofline.ARCHITECTURES)
+def test_kernels_use_no_local_memory(architecture: str) -> None:
+    found = roofline.resources(architecture)
+    assert set(found) == {f"{name}{kind}_kernel" for name in KERNELS for kind in ("", "_wide")} | {"measure_kernel"}
+    assert {name for name, used in found.items() if used["stack"] or used["spilled"]} == set()
+    common = {name: found[f"{name}_kernel"]["registers"] for name in KERNELS}
+    assert max(common.values()) <= 64, common  # 4 blocks of 256 threads on every architecture
+
+
+@pytest.mark.parametrize("architecture", ["80", "100"])
+def test_kernels_move_whole_words(architecture: str) -> None:
+    """Gradients by 16 bytes, codes of 8 bits by 8 bytes; a reduction per warp; no arithmetic in double."""
+    found = roofline.disassembly(architecture)
+    assert found, "no ptxas and nvdisasm; make setup installs them"
+    for name in KERNELS:
+        text = "\n".join(found[f"{name}_kernel"])
+        assert not re.search(r"\b(LDL|STL)\b", text), f"{name} has local memory"
+        assert not re.search(r"\b(DADD|DMUL|DFMA)\b", text), f"{name} computes in double"
+        assert (name in LOADS) <= bool(re.search(r"\bLDG?\.E[.\w]*128", text)), f"{name} loads single elements"
+        assert (name in STORES) <= bool(re.search(r"\bSTG?\.E[.\w]*128", text)), f"{name} stores single elements"
+        if name in ("encode", "reduce"):
+            assert re.search(r"\bSTG?\.E[.\w]*64", text), f"{name} stores single codes"
+        if name in ("decode", "reduce", "reduce_scan", "residual"):
+            assert re.search(r"\bLDG?\.E[.\w]*64", text), f"{name} loads single codes"
+        assert ("SHFL" in text or "REDUX" in text) == (name in ("scan", "reduce_scan"))
+
+
+@pytest.mark.slow
+def test_the_table_in_the_docs_is_what_is_predicted() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
+    for row in roofline.predict():
+        if row["device"] == "A100 40GB":
+            assert f"| {row['kernel']} | {row['bytes']} | {row['instructions']:.1f} | {row['registers']} |" in text

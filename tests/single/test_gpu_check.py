@@ -1,0 +1,43 @@
+"""`make gpu-check` as far as it goes without a GPU: it says so here, and runs on the stand-in."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import cuda_standin
+
+from horovod_aps.kernels.cuda import CudaKernels
+from horovod_aps.tools import gpu_check
+
+
+def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "horovod_aps.tools.gpu_check", "--out", str(tmp_path / "out.txt")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == gpu_check.NO_GPU == 3 and len(done.stdout.splitlines()) == 1
+    assert "no CUDA device" in done.stdout and not (tmp_path / "out.txt").exists()
+
+
+def test_kernels_of_the_stand_in_are_found_equal_and_timed(monkeypatch) -> None:
+    cuda_standin.reset()
+    device = CudaKernels(cuda_standin, block=32)
+    lines = list(gpu_check.compare(device))
+    assert len(lines) == 7 and all(line.endswith("as on the CPU") for line in lines)
+    monkeypatch.setattr(gpu_check, "REPEATS", 1)
+    assert len(list(gpu_check.speeds(device, 1 << 12))) == 6
+    own = CudaKernels.encode
+    monkeypatch.setattr(CudaKernels, "encode", lambda self, segs, message, seed=None: own(self, segs, message, 7))
+    assert any("DIFFERS" in line for line in gpu_check.compare(device)), "a wrong kernel is not seen"
+
+
+def test_a_report_is_written_and_failures_count(tmp_path: Path, monkeypatch) -> None:
+    def fails():
+        raise RuntimeError("no such kernel")
+        yield
+
+    monkeypatch.setattr(gpu_check, "n_devices", lambda: 1)
+    monkeypatch.setattr(gpu_check, "sections", lambda: iter([("one", lambda: iter(["fine"])), ("two", fails)]))
+    out = tmp_path / "report.txt"
+    assert gpu_check.main(["--out", str(out)]) == 1
+    assert "fine" in out.read_text() and "FAILED: RuntimeError: no such kernel" in out.read_text()
