@@ -10,7 +10,6 @@ import functools
 import math
 import mmap
 import threading
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,62 +93,20 @@ def encode(flat: torch.Tensor, bound: float) -> torch.Tensor:
         "compress",
         lib.aps_act_encode(flat.data_ptr(), flat.numel(), DTYPES[flat.dtype], bound, torch.get_num_threads()),
     )
-    stream = _pages.get(size)
+    stream = _apart(size)
     _checked("compress", lib.aps_act_fetch(stream.data_ptr(), size))
     return stream
 
 
-class _Pages:
-    """Memory outside of malloc's heap for streams, used again when they are gone.
+def _apart(size: int) -> torch.Tensor:
+    """Bytes outside of malloc's heap, in pages of their own.
 
     Streams stay while the tensors between them go. Among those, in the heap, each would split a hole that the next
-    large tensor then no longer fits into, and the heap would grow as if nothing were compressed. What is kept for the
-    next step is never more than one step has stored; `release` gives it back.
+    large tensor then no longer fits into, and the heap would grow as if nothing were compressed.
     """
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[mmap.mmap]] = {}
-        self._lock = threading.RLock()  # a stream may go while another is made, in the same thread
-
-    def get(self, size: int) -> torch.Tensor:
-        """A vector of `size` bytes."""
-        if size < _PAGES:
-            return torch.empty(size, dtype=torch.uint8)
-        unit = 1 << max(12, size.bit_length() - 4)
-        room = -(-size // unit) * unit  # at most an eighth more
-        with self._lock:
-            free = self._free.get(room)
-            memory = free.pop() if free else None
-            if memory is None:
-                self._drop(room)
-        if memory is None:
-            memory = mmap.mmap(-1, room)
-        # torch holds the array until the tensor is gone; the memory, in the finalizer, then comes back.
-        array = (ctypes.c_uint8 * size).from_buffer(memory)
-        weakref.finalize(array, self._put, room, memory).atexit = False
-        return torch.frombuffer(array, dtype=torch.uint8)
-
-    def _drop(self, n_bytes: int) -> None:
-        """Give at least n_bytes that are not in use back, if there are as many: sizes change with the bounds."""
-        for room in list(self._free):
-            while self._free[room] and n_bytes > 0:
-                self._free[room].pop()
-                n_bytes -= room
-            if not self._free[room]:
-                del self._free[room]
-
-    def _put(self, room: int, memory: mmap.mmap) -> None:
-        with self._lock:
-            self._free.setdefault(room, []).append(memory)
-
-    def release(self) -> None:
-        """Give what is not in use back to the system."""
-        with self._lock:
-            self._free.clear()
-
-
-_pages = _Pages()
-release = _pages.release
+    if size < _PAGES:
+        return torch.empty(size, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
 
 
 def decode(stream: torch.Tensor, n: int, dtype: torch.dtype) -> torch.Tensor:
@@ -269,7 +226,7 @@ def pack_mask(flat: torch.Tensor, positive: bool) -> torch.Tensor:
         weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=flat.device)
         padded = torch.nn.functional.pad(marks.to(torch.uint8), (0, -flat.numel() % 8))
         return (padded.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
-    bits = _pages.get(-(-flat.numel() // 8))
+    bits = _apart(-(-flat.numel() // 8))
     code = -1 if flat.dtype in (torch.bool, torch.uint8) else DTYPES[flat.dtype]
     _checked(
         "pack_mask",
@@ -309,7 +266,7 @@ def pack_pool(indices: torch.Tensor, shape: torch.Size) -> tuple[torch.Tensor, P
     lib = library()
     if lib.aps_act_pool_plan(indices.data_ptr(), ctypes.byref(pool)) != 1:
         return None
-    bits = _pages.get(_checked("pack_pool", lib.aps_act_pool_size(ctypes.byref(pool))))
+    bits = _apart(_checked("pack_pool", lib.aps_act_pool_size(ctypes.byref(pool))))
     _checked("pack_pool", lib.aps_act_pool_encode(indices.data_ptr(), ctypes.byref(pool), bits.data_ptr()))
     return bits, pool
 

@@ -116,7 +116,6 @@ class ActivationCompressor:
         self._parameters: set[int] = set()
         self._warned: set[str] = set()
         self._step_hook = None
-        weakref.finalize(self, codec.release).atexit = False
         if optimizer is not None:
             stepped = weakref.WeakMethod(self._stepped)
 
