@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import os
 import platform
 import shutil
@@ -127,7 +128,7 @@ def compare(device: Any) -> Iterator[str]:
 
 def speeds(device: Any, n: int = 1 << 24) -> Iterator[str]:
     """Lines: bytes per second of each kernel in (4,3), and its share of a copy's on the same device."""
-    data, message = device.zeros(n), device.alloc(n)
+    data, message, sums = device.zeros(n), device.alloc(n), device.alloc(n)
     segs = np.zeros(1, kernels.SEGMENT)
     segs["data"], segs["n"], segs["factor"], segs["exp_bits"], segs["man_bits"] = data.ptr, n, 1.0, 4, 3
     segs["flags"], segs["exponent"] = kernels.SPECIALS, 0
@@ -152,7 +153,7 @@ def speeds(device: Any, n: int = 1 << 24) -> Iterator[str]:
         "scan": (4, lambda: device.scan(segs.copy())),
         "encode": (5, lambda: device.encode(segs, message)),
         "decode": (6, lambda: device.decode(segs, [message, message])),
-        "reduce": (5, lambda: _finish(device.reduce(segs.copy(), [message, message], 0, message))),
+        "reduce": (3, lambda: _finish(device.reduce(segs.copy(), [message, message], 0, sums))),
         "residual": (9, lambda: device.residual(segs, message)),
     }
     for name, (n_bytes, run) in works.items():

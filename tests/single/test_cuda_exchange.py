@@ -217,7 +217,7 @@ class Rank:
 def test_a_step_of_resnet50_waits_for_nothing(
     n_ranks: int, most: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Per rank and step: no blocking wait, and no more launches and copies than there were when this was written."""
+    """Per rank and step: no blocking wait, and a bounded number of launches and copies."""
     monkeypatch.setattr(layout, "PIECE", layout.PIECE // SHRINK)
     monkeypatch.setattr(layout, "FIRST", layout.FIRST // SHRINK)
     cuda_standin.reset(4)

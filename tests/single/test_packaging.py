@@ -104,7 +104,7 @@ def test_packaging_wheel_and_sdist_work_without_the_checkout(tmp_path: Path) -> 
 
 # ---- Pinned versions ----
 
-NOT_THERE = {"cupy-cuda12x"}  # needs a GPU
+NOT_THERE = {"cupy-cuda12x", "cupy-cuda13x"}  # need a GPU
 
 
 def requirements(path: str) -> dict[str, Requirement]:
@@ -172,8 +172,8 @@ def test_packaging_examples_extra_is_what_the_examples_import() -> None:
                 imported |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
                 imported.add(node.module.partition(".")[0])
-    ours = {"common", "training", "segmentation_data", "benchmarks", "horovod_aps", "numpy"}
-    frameworks = {"torch", "torchvision", "tensorflow", "keras", "horovod"}
+    ours = {"common", "pytorch_imagenet_resnet50", "training", "segmentation_data", "benchmarks", "horovod_aps", "numpy"}
+    frameworks = {"torch", "torchvision", "tensorflow", "keras", "horovod", "accelerate", "pytorch_lightning"}
     wanted = imported - set(sys.stdlib_module_names) - ours - frameworks
     cfg = configparser.ConfigParser()
     cfg.read(ROOT / "setup.cfg")

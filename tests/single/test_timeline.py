@@ -29,7 +29,7 @@ THREE_RANKS = [*TWO_RANKS[:3], "APS_ALLTOALL", "APS_REDUCE", "APS_ALLGATHER", "A
 
 
 def reduce_once(n_ranks: int) -> None:
-    arrays = [np.arange(24, dtype=np.float32) for _ in range(n_ranks)]
+    arrays = [np.arange(48, dtype=np.float32) for _ in range(n_ranks)]
     layers = [[Layer("w", x.shape, 0, x.ctypes.data, x.ctypes.data, 1.0, x)] for x in arrays]
     local_allreduce(layers, Options(4, 3), CpuKernels())
 
@@ -86,11 +86,11 @@ def test_timeline_shows_all_phases_in_order(n_ranks, wanted, tmp_path, monkeypat
     firsts = list(dict.fromkeys(e["name"] for e in begins))
     assert firsts == list(dict.fromkeys(wanted))
     assert all(e["dur"] >= 0 and e["args"]["layers"] == 1 and e["args"]["step"] == 0 for e in events)
-    if n_ranks == 2:  # 24 elements of 8 bits
-        assert [e["args"]["bytes"] for e in events if e["name"] == "APS_ALLGATHER"] == [24, 24]
+    if n_ranks == 2:  # 48 elements of 8 bits
+        assert [e["args"]["bytes"] for e in events if e["name"] == "APS_ALLGATHER"] == [48, 48]
     else:  # two thirds scattered; a third and its 2-byte exponent to two others
-        assert [e["args"]["bytes"] for e in events if e["name"] == "APS_ALLTOALL"] == [16] * 3
-        assert [e["args"]["bytes"] for e in events if e["name"] == "APS_ALLGATHER"] == [20] * 3
+        assert [e["args"]["bytes"] for e in events if e["name"] == "APS_ALLTOALL"] == [32] * 3
+        assert [e["args"]["bytes"] for e in events if e["name"] == "APS_ALLGATHER"] == [36] * 3
 
 
 def test_timeline_is_valid_json_after_every_event(tmp_path):
