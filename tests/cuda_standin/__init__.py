@@ -61,6 +61,7 @@ class _State:
         self.device_ranges: dict[int, int] = {}  # of live allocations: address -> size
         self.foreign: dict[int, int] = {}  # memory of the framework that plays the device's
         self.pinned: dict[int, int] = {}
+        self.dying: list[tuple[int, np.ndarray]] = []  # pinned memory that was given back while something was queued
         self.free: dict[tuple[int, int], list[int]] = {}  # by stream and size
         self.streams: dict[int, _Stream] = {}
         self.reset(0)
@@ -152,6 +153,14 @@ class _State:
         with self.lock:
             if not is_over():
                 self.opened(run)
+
+    def bury(self) -> None:
+        """Have done with pinned memory that was given back, if nothing is queued that could use it."""
+        if not any(stream.queue for stream in self.streams.values()):
+            while self.dying:
+                ptr, array = self.dying.pop()
+                array.fill(0xDD)
+                self.pinned.pop(ptr, None)
 
     def progress(self) -> None:
         """A moment passes: now and then some of what is queued runs."""
@@ -290,12 +299,14 @@ class PinnedMemory:
         for start, n in list(_state.foreign.items()):  # of tensors that are gone
             if start < end and begin < start + n:
                 del _state.foreign[start]
+        _state.bury()
         _state.pinned[self.ptr] = size
         _state.counts["pinned bytes"] += size
 
     def __del__(self) -> None:
-        self._array.fill(0xDD)
-        _state.pinned.pop(self.ptr, None)
+        """As cudaFreeHost, which waits for the device: what is queued by now still finds the memory."""
+        _state.dying.append((self.ptr, self._array))
+        _state.bury()
 
 
 class _StreamHandle:
