@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from horovod_aps.engine.exchange import Exchange
 
 POLL_SECONDS = 50e-6  # between looks at the network while there is nothing else to do
-CROWDED_POLL_SECONDS = 400e-6  # the same where ranks have to share cores, which every look takes from others
+CROWDED_POLL_SECONDS = 1e-3  # the same where ranks have to share cores, which every look takes from others
 THREAD_SECONDS = 20e-3  # between looks of the thread; each takes the interpreter from whoever has it
 ALONE_SECONDS = 0.1  # without a look by anyone else, after which the thread looks; sooner, it costs more than it brings
 IMPATIENT_SECONDS = 0.1  # without any movement
