@@ -508,10 +508,13 @@ for script in sys.argv[1:]:
 
 def test_help_needs_no_framework() -> None:
     """Their import takes seconds."""
-    scripts = sorted(map(str, (ROOT / "examples").glob("*/*_*.py")))
+    without_options = {"ddp_accelerate", "ddp_lightning"}
+    found = sorted(path for path in (ROOT / "examples").glob("*/*_*.py") if path.stem not in without_options)
+    scripts = list(map(str, found))
     done = launch([sys.executable, "-c", HELP, *scripts], timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(scripts) == 9 and done.stdout.count("done ") == 9 and done.stdout.count("--aps-allreduce") >= 9
+    assert len(scripts) == done.stdout.count("done ") == 10
+    assert done.stdout.count("--aps-allreduce") >= 8  # those on Horovod
 
 
 def test_torchvision_of_another_torch_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

@@ -94,7 +94,9 @@ def expected(grads, names: list[str], fmt, mode: str, bucket_mb: float) -> dict[
 
 @pytest.fixture(params=[1 << 20, 64], ids=["one piece", "many pieces"])
 def piece(request, monkeypatch) -> None:
+    """Long segments of the own shard, which are not copied, are those of 32 elements here."""
     monkeypatch.setattr(two_level, "PIECE", request.param)
+    monkeypatch.setattr(two_level, "DIRECT", 32)
 
 
 @pytest.mark.parametrize("bucket_mb", [16.0, 0.002], ids=["one bucket", "several"])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -22,10 +23,12 @@ from horovod_aps.engine.reductions.swap import Swap
 from horovod_aps.engine.statistics import N_BINS
 from horovod_aps.formats import FLOAT32
 from horovod_aps.kernels import EXP_ZERO, ITEM_SIZES
+from horovod_aps.kernels import FLOAT32 as FLOAT32_CODE
 from horovod_aps.transports.hosts import Hosts
 from horovod_aps.transports.memory import FILLED, READ, SCANNED, Need, Visit
 
 PIECE = 1 << 20  # elements that a rank puts into shared memory at once
+DIRECT = 1 << 14  # elements from which it pays not to copy a segment of the own shard
 N_MEASURES = 4  # of `Kernels.measure`
 ALIGNMENT = 64  # bytes
 
@@ -37,10 +40,14 @@ class _Piece:
     table: np.ndarray
     layer: np.ndarray
     """The layer of each segment, by its place in the bucket."""
-    mine: slice
-    """Those of this rank's own shard."""
-    start: int
-    """How many elements of the own shard come before."""
+    written: np.ndarray
+    """Which of them this rank puts there: all but long ones of its own shard, which it adds from where they are."""
+    mine: np.ndarray
+    """Those of its own shard that it has put there."""
+    direct: list[int]
+    """Those of its own shard that it has not."""
+    starts: np.ndarray
+    """How many elements of the own shard come before each."""
 
 
 def _cut(bucket: BucketLayout, n_places: int, place: int) -> tuple[list[_Piece], int]:
@@ -66,7 +73,13 @@ def _cut(bucket: BucketLayout, n_places: int, place: int) -> tuple[list[_Piece],
         table = np.concatenate(tables)
         FLOAT32.describe(table)
         table["factor"] = 1
-        pieces.append(_Piece(table, np.concatenate(layers), slice(bounds[place], bounds[place + 1]), low))
+        numbers = np.arange(len(table))
+        own = (numbers >= bounds[place]) & (numbers < bounds[place + 1])
+        direct = own & (table["dtype"] == FLOAT32_CODE) & (table["n"] >= DIRECT)
+        starts = np.cumsum(table["n"] * own) - table["n"] * own + low
+        pieces.append(
+            _Piece(table, np.concatenate(layers), ~direct, own & ~direct, np.flatnonzero(direct).tolist(), starts)
+        )
     return pieces, 4 * n_places * step
 
 
@@ -141,15 +154,18 @@ class TwoLevel(Reduction):
             work.phase("APS_HOST_WRITE")
             table = piece.table.copy()
             table["data"] = sources[piece.layer] + (table["first"] * _SIZES[table["dtype"]]).astype(np.uint64)
-            work.kernels.encode(table, visit.part(number, place))
+            work.kernels.encode(table[piece.written], visit.part(number, place))
             visit.wrote(number)
             yield visit.written(number)
             work.phase("APS_HOST_SUM")
-            mine = table[piece.mine]
-            starts = np.cumsum(mine["n"]) - mine["n"] + piece.start
-            mine["data"] = work.kernels.address(sums) + (4 * starts).astype(np.uint64)
-            mine["dtype"] = 0
-            work.kernels.decode(mine, [visit.part(number, other) for other in range(n_places)])
+            own = table["data"].copy()
+            table["data"] = work.kernels.address(sums) + (4 * piece.starts).astype(np.uint64)
+            table["dtype"] = FLOAT32_CODE
+            parts: list[Any] = [visit.part(number, other) for other in range(n_places)]
+            work.kernels.decode(table[piece.mine], parts)
+            for row in piece.direct:
+                parts[place] = int(own[row]) - int(table["offset"][row])
+                work.kernels.decode(table[row : row + 1], parts)
             visit.summed(number)
 
     def _share_exponents(self, work: Work, inner: Work, visit: Visit) -> Steps:
