@@ -136,10 +136,11 @@ def _read(path: Path) -> str:
     return path.read_text() if path.exists() else "(this rank has run nothing)"
 
 
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 @pytest.mark.parametrize("kind", ["mpirun", "gloo"])
-def test_two_levels(kind, tmp_path):
+def test_two_levels(kind, framework, tmp_path):
     """Four ranks on one machine, told by the tests that they are two hosts."""
-    launch(kind, 4, ("test_torch_two_level.py", "test_tensorflow_two_level.py"), tmp_path)
+    launch(kind, 4, (f"test_{framework}_two_level.py",), tmp_path)
 
 
 @pytest.mark.parametrize("kind, n_ranks", [("mpirun", 2), ("mpirun", 3), ("gloo", 2)])

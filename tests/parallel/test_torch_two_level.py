@@ -125,6 +125,7 @@ def test_process_sets_inside_and_across_hosts(two_hosts) -> None:
             result = hvd.allreduce(x, name="x", process_set=process_set, compression=compressor)
             assert torch.allclose(result, torch.tensor(np.mean(members) + 1.0).float(), rtol=0.1)
             assert way in compressor.stats()["hierarchy"]
+        hvd.barrier()
         hvd.remove_process_set(process_set)
 
 
