@@ -47,24 +47,20 @@ def gradients(kind: str, n_ranks: int, n_elements: int, seed: int) -> list[torch
     return [SCALE * (common + torch.randn(n_elements, generator=generator)) for _ in range(n_ranks)]
 
 
-def exchange_sum(grads: Sequence[torch.Tensor], e: int, m: int) -> torch.Tensor:
-    """The sum as the real exchange forms it, emulated ranks and all."""
-    copies = [grad.clone() for grad in grads]
-    layers = [[Layer("layer", tuple(g.shape), 0, g.data_ptr(), g.data_ptr(), 1.0, g)] for g in copies]
-    local_allreduce(layers, Options(e=e, m=m), CpuKernels())
-    return copies[0]
+def _exchange(n_hosts: int | None) -> Callable[..., torch.Tensor]:
+    def total(grads: Sequence[torch.Tensor], e: int, m: int) -> torch.Tensor:
+        """The sum as the real exchange forms it, emulated ranks and all."""
+        copies, options, exchanges = [grad.clone() for grad in grads], Options(e=e, m=m), None
+        layers = [[Layer("layer", tuple(g.shape), 0, g.data_ptr(), g.data_ptr(), 1.0, g)] for g in copies]
+        if n_hosts is not None:
+            exchanges = [
+                Exchange(CpuKernels(), HostedTransport(one, host=str(n_hosts * one.rank // len(grads))), options)
+                for one in LocalTransport.world(len(grads))
+            ]
+        local_allreduce(layers, options, CpuKernels(), exchanges)
+        return copies[0]
 
-
-def two_level_sum(grads: Sequence[torch.Tensor], e: int, m: int) -> torch.Tensor:
-    """The same with the ranks on two hosts, which sum their own in float32 first."""
-    copies, options = [grad.clone() for grad in grads], Options(e=e, m=m)
-    layers = [[Layer("layer", tuple(g.shape), 0, g.data_ptr(), g.data_ptr(), 1.0, g)] for g in copies]
-    exchanges = [
-        Exchange(CpuKernels(), HostedTransport(one, host=str(2 * one.rank // len(grads))), options)
-        for one in LocalTransport.world(len(grads))
-    ]
-    local_allreduce(layers, options, CpuKernels(), exchanges)
-    return copies[0]
+    return total
 
 
 def _paper(**options: bool) -> Callable[..., torch.Tensor]:
@@ -86,8 +82,8 @@ METHODS: dict[str, Callable[..., torch.Tensor]] = {
     "ring": _paper(),
     "kahan": _paper(kahan=True),
     "grouped": _grouped,
-    "float32": exchange_sum,
-    "two hosts": two_level_sum,
+    "float32": _exchange(None),
+    "two hosts": _exchange(2),
     "no scale": _paper(aps=False),
 }
 

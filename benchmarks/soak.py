@@ -8,6 +8,7 @@ Horovod's own compressor as a control, `--seed` repeats a run. The scenarios are
 from __future__ import annotations
 
 import argparse
+import ctypes
 import faulthandler
 import gc
 import json
@@ -40,7 +41,9 @@ GRACE = 15.0  # seconds between the stacks of a rank that hangs and its end: the
 
 
 def resident_bytes() -> int:
-    """Resident size of this process."""
+    """Resident size of this process, without what is free: the allocator gives that back when it likes."""
+    gc.collect()  # an optimizer and its hooks refer to each other
+    ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -198,7 +201,6 @@ def worker(args: argparse.Namespace) -> int:
             counts[name] += 1
             index += 1
             if time.monotonic() - start > LONG_WARM_UP * seconds:
-                gc.collect()  # an optimizer and its hooks refer to each other
                 samples.append(resident_bytes())
                 if len(run.pairs) > n_pairs:
                     n_pairs, n_warming = len(run.pairs), len(samples)

@@ -13,11 +13,15 @@ import ml_dtypes  # noqa: F401 (makes NumPy know bfloat16)
 import numpy as np
 import reference
 
+from horovod_aps.engine.exchange import Exchange, local_allreduce
+from horovod_aps.engine.layer import Layer
 from horovod_aps.engine.layout import LayerSpec, plan_buckets
 from horovod_aps.formats import FLOAT32, FloatFormat
 from horovod_aps.frontends.carrier import carrier_place
-from horovod_aps.kernels import DTYPE_CODES
+from horovod_aps.kernels import DTYPE_CODES, CpuKernels
 from horovod_aps.options import Options
+from horovod_aps.transports.hosts import HostedTransport
+from horovod_aps.transports.local import LocalTransport
 
 DTYPES = {name: np.dtype(name) for name in DTYPE_CODES}
 CODES = {dtype: DTYPE_CODES[name] for name, dtype in DTYPES.items()}
@@ -31,8 +35,12 @@ def expected(
     factor: float = 1.0,
     mode: str = "float32",
     bucket_mb: float = 16.0,
+    n_shards: int | None = None,
 ) -> dict[str, np.ndarray]:
-    """What every rank gets for a batch whose layers rank 0 submitted in this order; `factor` includes 1/N."""
+    """What every rank gets for a batch whose layers rank 0 submitted in this order; `factor` includes 1/N.
+
+    `n_shards` is into how many shards a bucket is cut, if not as for so many ranks.
+    """
     first = grads_per_rank[0]
     by_name = dict(formats) if isinstance(formats, Mapping) else dict.fromkeys(first, formats)
     specs = [
@@ -40,7 +48,7 @@ def expected(
         for name, x in first.items()
     ]
     results: dict[str, np.ndarray] = {}
-    for bucket in plan_buckets(specs, len(grads_per_rank), bucket_mb):
+    for bucket in plan_buckets(specs, len(grads_per_rank), bucket_mb, n_shards):
         names = [specs[layer].name for layer in bucket.layers]
         shards = [
             [
@@ -55,6 +63,31 @@ def expected(
         part = [{name: grads[name] for name in names} for grads in grads_per_rank]
         results |= reference.simulate_exchange(part, by_name, op="sum", mode=mode, scale=factor, shards=shards)
     return results
+
+
+def reduce_all(
+    grads: Sequence[Mapping[str, np.ndarray]], exchanges: Sequence[Exchange], factor: float | None = None
+) -> list[dict[str, np.ndarray]]:
+    """Results of every emulated rank, an average unless there is a factor."""
+    outs = [{name: np.full_like(x, 77) for name, x in rank.items()} for rank in grads]
+    factor = 1 / len(grads) if factor is None else factor
+    layers = [
+        [
+            Layer(name, x.shape, CODES[x.dtype], x.ctypes.data, out[name].ctypes.data, factor, (x, out))
+            for name, x in rank.items()
+        ]
+        for rank, out in zip(grads, outs)
+    ]
+    local_allreduce(layers, exchanges[0].options, exchanges[0].kernels, exchanges)
+    return outs
+
+
+def hosted_exchanges(hosts: Sequence[str], options: Options) -> list[Exchange]:
+    """One emulated rank for each name, which is that of its host."""
+    return [
+        Exchange(CpuKernels(), HostedTransport(one, options.why_flat, host), options)
+        for one, host in zip(LocalTransport.world(len(hosts)), hosts)
+    ]
 
 
 def assert_same_bits(actual: Any, wanted: Any, what: str = "") -> None:

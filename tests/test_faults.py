@@ -222,3 +222,11 @@ def test_slow_rank_ends_its_last_exchange():
     worker = Path(fault_worker.__file__).with_name("last_exchange_worker.py")
     code, output = run([*launcher("mpirun", 2), sys.executable, str(worker)], 120, {})
     assert code == 0 and "SAVED" in output, output
+
+
+def test_mpi_does_not_end_while_a_rank_is_in_it():
+    """That would be a segmentation fault now and then."""
+    worker = Path(fault_worker.__file__).with_name("end_of_mpi_worker.py")
+    code, output = run([*launcher("mpirun", 2), sys.executable, str(worker)], 120, {})
+    assert code == 0 and "ALIVE AFTER A CALL" in output and "ENDED IN A CALL" not in output, output
+    assert "RAISED Horovod has been shut down on another rank" in output, output

@@ -175,12 +175,11 @@ class Exchange:
             return
         if time.perf_counter() >= self._next_look and self._lock.acquire(blocking=False):
             try:
-                self._next_look = time.perf_counter() + LOOK_SECONDS
                 self._take_in()
                 if self.transport is not None and (self._flight is not None or self._jobs):
                     self._advance()
-                    self._next_look = time.perf_counter() + LOOK_SECONDS
             finally:
+                self._next_look = time.perf_counter() + LOOK_SECONDS
                 self._lock.release()
         progress.add(self)
 

@@ -111,13 +111,17 @@ class Statistics:
     @property
     def layers(self) -> dict[str, LayerStatistics]:
         """The figures of all layers, by what people call them."""
+        self._settle()
+        return self._layers
+
+    def _settle(self) -> None:
+        """Put what was counted bucket by bucket down to its layers."""
         for count in self._counts.values():
             for i, spec in enumerate(count.specs):
                 entry = self._entry(spec, int(count.exponents[i]))
                 entry.n_exchanges += count.n
                 entry.n_nonfinite += int(count.n_nonfinite[i])
         self._counts.clear()
-        return self._layers
 
     def _entry(self, spec: LayerSpec, exponent: int) -> LayerStatistics:
         entry = self._layers.get(spec.shown)
@@ -130,7 +134,7 @@ class Statistics:
     def count(self, specs: Sequence[LayerSpec], exponents: np.ndarray) -> None:
         """Take in the exponents of one bucket's layers; quick if `specs` is the same list every time."""
         if len(self._counts) > MAX_COUNTS:
-            _ = self.layers
+            self._settle()
         count = self._counts.pop(id(specs), None) or _Count(specs)
         count.n += 1
         count.exponents = exponents

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from horovod_aps import config
 from horovod_aps.engine.exchange import Exchange
 from horovod_aps.errors import LostPeer
-from horovod_aps.frontends.world import link
+from horovod_aps.frontends.world import is_mpi_world, link
 from horovod_aps.transports import sockets
 from horovod_aps.transports.base import Transport
 
@@ -29,16 +29,7 @@ def speaks_mpi() -> bool:
     """Whether this rank could talk MPI directly: MPI has started exactly the ranks of torch.distributed."""
     if config.mpi_size() != dist.get_world_size():
         return False
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError):
-        return False
-    world = MPI.COMM_WORLD
-    return bool(
-        not MPI.Is_finalized()
-        and MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        and (world.size, world.rank) == (dist.get_world_size(), dist.get_rank())
-    )
+    return is_mpi_world(dist.get_rank(), dist.get_world_size())
 
 
 class Meeting:

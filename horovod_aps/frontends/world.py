@@ -21,13 +21,20 @@ def mpi_usable(basics: Any) -> bool:
     """Whether this rank could talk MPI directly, beside Horovod."""
     if not (basics.mpi_built() and basics.mpi_enabled() and basics.mpi_threads_supported()):
         return False
+    return is_mpi_world(basics.rank(), basics.size())
+
+
+def is_mpi_world(rank: int, size: int) -> bool:
+    """Whether mpi4py can be called from any thread, and its world is that of this rank among so many."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError):
         return False
     world = MPI.COMM_WORLD
     return bool(
-        MPI.Query_thread() == MPI.THREAD_MULTIPLE and world.size == basics.size() and world.rank == basics.rank()
+        not MPI.Is_finalized()
+        and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        and (world.rank, world.size) == (rank, size)
     )
 
 

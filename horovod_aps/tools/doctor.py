@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from horovod_aps import __version__, config, kernels
+from horovod_aps.frontends import idle
 from horovod_aps.transports.mpi import takes_device_memory
 
 GREEN, YELLOW, RED = "ok", "note", "FAIL"
@@ -264,8 +265,6 @@ def check_import(modules: list[Any]) -> Iterator[Finding]:
 
 def check_init(hvd: Any) -> Iterator[Finding]:
     """`hvd.init()`, and that it found those whom the launcher started."""
-    from horovod_aps.frontends import idle
-
     idle.choose()
     hvd.init()
     started = config.launcher_size()
@@ -292,8 +291,6 @@ def check_horovod(hvd: Any) -> Iterator[Finding]:
         f"rank {hvd.rank()} of {hvd.size()}, built with {', '.join(built)}, "
         f"runs on {'MPI' if hvd.mpi_enabled() else 'Gloo'}",
     )
-    from horovod_aps.frontends import idle
-
     if hvd.mpi_enabled() and idle.describe():
         yield Finding(GREEN, "MPI waits", idle.describe())
     if not hvd.mpi_enabled():

@@ -418,7 +418,7 @@ def predict_exchange(
     there is, `machine.overlap` tells.
     """
     _check(sizes, n_ranks, backward)
-    two_levels = has_two_levels(n_ranks, network, hierarchy)
+    jobs_of = _two_level_jobs if has_two_levels(n_ranks, network, hierarchy) else _flat_jobs
     if n_ranks == 1:
         return Prediction(backward, 0.0, 0.0, 0.0, 0.0)
     slow = machine.slowdown(n_ranks)
@@ -431,10 +431,7 @@ def predict_exchange(
             rank.now += backward / len(specs) + slow * machine.layer_overhead
             cpu += slow * machine.layer_overhead
             rank.look()
-        if two_levels:
-            jobs, host_bytes = _two_level_jobs(specs, group, n_ranks, network, machine, wire_format)
-        else:
-            jobs, message = _bucket_jobs(specs, group, n_ranks, network, machine, wire_format)
+        jobs, of_rank, of_host = jobs_of(specs, group, n_ranks, network, machine, wire_format)
         for stages in jobs:
             rank.start(stages)
         rank.look()
@@ -444,12 +441,7 @@ def predict_exchange(
         own_hooks = slow * machine.layer_overhead * len(group)
         ready = (group[-1] + 1) * (backward / len(specs) + slow * machine.layer_overhead)
         in_a_row = max(in_a_row + own_hooks, ready) + moving + computing
-        if two_levels:
-            sent, left_host = sent + host_bytes / network.ranks_per_host, left_host + host_bytes
-            continue
-        part = message if n_ranks == 2 else message / n_ranks
-        sent += (1 if n_ranks == 2 else 2) * (n_ranks - 1) * part
-        left_host += (1 if n_ranks == 2 else 2) * network.direct_host_bytes(part, n_ranks)
+        sent, left_host = sent + of_rank, left_host + of_host
     full = rank.finish()
     serial = max(full, in_a_row)
     total = serial - machine.overlap * (serial - full)
@@ -457,24 +449,30 @@ def predict_exchange(
     return Prediction(total, total - backward, wire, cpu, sent, left_host)
 
 
-def _bucket_jobs(
+_Jobs = tuple[list[list[tuple[str, float]]], float, float]
+"""The stages of a bucket's parts, and the bytes that leave a rank and its host."""
+
+
+def _flat_jobs(
     specs: Sequence[LayerSpec],
     group: Sequence[int],
     n_ranks: int,
     network: Network,
     machine: Machine,
     wire_format: FloatFormat,
-) -> tuple[list[list[tuple[str, float]]], float]:
-    """The stages of one bucket's parts, and the bytes of its message."""
+) -> _Jobs:
+    """One bucket of the flat exchange."""
     rates, slow = machine.kernel_rates(wire_format.exp_bits, wire_format.man_bits), machine.slowdown(n_ranks)
     n = sum(specs[layer].n_elements for layer in group)
     grad = slow * 4 * n
     stages = [("cpu", grad / rates.scan), ("delay", network.small(n_ranks))]
     if n_ranks > 2:
         message = n * wire_format.bits / 8
-        phase = network.direct(message / n_ranks, n_ranks)
+        part = message / n_ranks
+        phase = network.direct(part, n_ranks)
         stages += [("cpu", grad / rates.encode), ("wire", phase), ("cpu", grad / rates.reduce), ("wire", phase)]
-        return [[*stages, ("cpu", grad / rates.decode)]], message
+        stages += [("cpu", grad / rates.decode)]
+        return [stages], 2 * (n_ranks - 1) * part, 2 * network.direct_host_bytes(part, n_ranks)
     jobs, sent = [], 0.0
     layout = lay_out_bucket(specs, group, 1)
     for rows, span in layout.parts():  # part by part: one is on its way while the next is encoded
@@ -482,7 +480,7 @@ def _bucket_jobs(
         stages += [("cpu", grad / rates.encode), ("wire", network.direct(message, 2)), ("cpu", 2 * grad / rates.decode)]
         jobs.append(stages)
         stages, sent = [], sent + message
-    return jobs, sent
+    return jobs, sent, network.direct_host_bytes(sent, n_ranks)
 
 
 def has_two_levels(n_ranks: int, network: Network, hierarchy: str = "auto") -> bool:
@@ -503,8 +501,8 @@ def _two_level_jobs(
     network: Network,
     machine: Machine,
     wire_format: FloatFormat,
-) -> tuple[list[list[tuple[str, float]]], float]:
-    """The stages of one bucket in two levels, and the bytes that leave a host."""
+) -> _Jobs:
+    """One bucket in two levels."""
     rates, slow = machine.kernel_rates(wire_format.exp_bits, wire_format.man_bits), machine.slowdown(n_ranks)
     local = network.ranks_per_host
     hosts = n_ranks // local
@@ -527,7 +525,7 @@ def _two_level_jobs(
         phase = ("wire", network.between_hosts(left / 2))
         stages += [phase, ("cpu", grad / local / rates.reduce), phase]
         stages += [("delay", inside), ("cpu", grad / rates.decode)]
-    return [stages], left
+    return [stages], left / local, left
 
 
 def scaling_efficiency(prediction: Prediction, forward: float, backward: float) -> float:

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from horovod_aps.config import host_name
@@ -55,12 +56,12 @@ class Hosts:
     def n_hosts(self) -> int:
         return len(self.ranks)
 
-    @property
+    @cached_property
     def host(self) -> int:
         """The number of this rank's host."""
         return next(i for i, ranks in enumerate(self.ranks) if self.rank in ranks)
 
-    @property
+    @cached_property
     def place(self) -> int:
         """This rank's place on its host."""
         return self.ranks[self.host].index(self.rank)
@@ -69,7 +70,7 @@ class Hosts:
     def n_places(self) -> int:
         return len(self.ranks[0])
 
-    @property
+    @cached_property
     def peers(self) -> list[int]:
         """The ranks with the same place, by host."""
         return [ranks[self.place] for ranks in self.ranks]
@@ -119,8 +120,7 @@ class HostedTransport:
         self._host = own_host() if host is None else host
         self._ranks: tuple[tuple[int, ...], ...] = ()
         self._heard: list[deque[bytes]] = [deque() for _ in range(self.size)]  # before everything was said
-        self._n_said = 0
-        self._answers: list[list[str]] = []
+        self._n_rounds = 0  # in which all have spoken
         self._memory: HostMemory | None = None
 
     def ready(self) -> bool:
@@ -128,25 +128,24 @@ class HostedTransport:
             return True
         if not self._transport.ready():
             return False
-        if self._n_said == 0:
+        if not self._heard[self.rank] and self._n_rounds == 0:
             self._say(f"{self._host} {self._why_flat}")
         for rank, message in self._transport.heard():
             self._heard[rank].append(message)
         if gone := {rank for rank in self._transport.gone() if not self._heard[rank]}:
             raise LostPeer(f"rank {min(gone)} has ended while this rank waits for it")
         while self.hosts is None and all(self._heard):
-            self._answers.append([_read(rank, messages.popleft()) for rank, messages in enumerate(self._heard)])
-            self._conclude(self._answers[-1])
+            self._n_rounds += 1
+            self._conclude([_read(rank, messages.popleft()) for rank, messages in enumerate(self._heard)])
         return self.hosts is not None
 
     def _say(self, text: str) -> None:
         message = json.dumps(text).encode()
-        self._n_said += 1
         self._heard[self.rank].append(message)
         self._transport.post(message)
 
     def _conclude(self, said: list[str]) -> None:
-        if len(self._answers) == 1:
+        if self._n_rounds == 1:
             self._ranks = group([text.partition(" ")[0] for text in said])
             wishes = [why for text in said if (why := text.partition(" ")[2])]
             if wishes:
@@ -155,7 +154,7 @@ class HostedTransport:
                 self._end(why)
             else:
                 self._say(self._make())
-        elif len(self._answers) == 2:
+        elif self._n_rounds == 2:
             self._say(self._open(said))
         else:
             failures = [f"rank {rank} cannot share its host's memory: {text}" for rank, text in enumerate(said) if text]

@@ -27,14 +27,56 @@ MAX_MESSAGE = 1 << 30  # bytes; MPI counts are int32
 MAX_EAGER = 60 << 10
 
 
-def _is_over() -> bool:
-    from mpi4py import MPI
+class _Usage:
+    """Keeps MPI from ending while a thread of ours is in it.
 
-    return bool(MPI.Is_finalized())
+    Horovod ends MPI on all ranks as soon as the first one leaves, in a thread of its own. Before anything else MPI then
+    deletes what was attached to the communicator of this process alone, and that waits here until we are out.
+    """
+
+    def __init__(self) -> None:
+        self.why_over = ""
+        self._lock = threading.RLock()
+        self._key: int | None = None
+
+    def start(self, mpi: Any) -> None:
+        """Be told of MPI's end."""
+        with self._lock:
+            if self._key is None:
+                self._key = mpi.Comm.Create_keyval(delete_fn=self._deleted)
+                mpi.COMM_SELF.Set_attr(self._key, self)
+
+    def stop(self) -> None:
+        """At the end of Python, which cannot be told any more: no thread of ours uses MPI from here on."""
+        with self._lock:
+            if self._key is not None and not self.why_over:
+                from mpi4py import MPI
+
+                self.why_over = "this process is ending"
+                MPI.COMM_SELF.Delete_attr(self._key)
+
+    def _deleted(self, comm: Any, key: int, value: Any) -> None:
+        with self._lock:
+            self.why_over = self.why_over or "Horovod has been shut down on another rank in the middle of an exchange"
+
+    def __enter__(self) -> None:
+        """MPI does not end before `__exit__`; LostPeer if it has."""
+        self._lock.acquire()
+        if self.why_over:
+            self._lock.release()
+            raise LostPeer(self.why_over)
+
+    def __exit__(self, *_: Any) -> None:
+        self._lock.release()
 
 
-# Horovod ends MPI on all ranks as soon as the first one leaves, so the last exchanges of the others are waited for.
-farewells = Farewells(_is_over)
+usage = _Usage()
+farewells = Farewells(lambda: bool(usage.why_over))
+
+
+def _leave() -> None:
+    farewells.take_leave()
+    usage.stop()
 
 
 def takes_device_memory() -> bool:
@@ -53,12 +95,12 @@ class _MpiRequest:
         self._requests, self._buffers = requests, buffers
 
     def done(self) -> bool:
-        from mpi4py import MPI
+        if self._requests:
+            from mpi4py import MPI
 
-        if self._requests and MPI.Is_finalized():
-            raise LostPeer("Horovod has been shut down on another rank in the middle of an exchange")
-        if self._requests and not MPI.Request.Testall(self._requests):
-            return False
+            with usage:
+                if not MPI.Request.Testall(self._requests):
+                    return False
         self._requests, self._buffers = [], None
         return True
 
@@ -82,10 +124,11 @@ class MpiTransport:
         self._left: set[int] = set()
         self._said_farewell = False
         self._error: BaseException | None = None
+        usage.start(MPI)
         farewells.opened(self)
         if len(farewells) == 1:  # registered late, so that it comes before Horovod's own end
-            atexit.unregister(farewells.take_leave)
-            atexit.register(farewells.take_leave)
+            atexit.unregister(_leave)
+            atexit.register(_leave)
         self._thread: threading.Thread | None = threading.Thread(
             target=self._connect, args=(list(ranks), tag % MAX_TAG), name="horovod_aps connect", daemon=True
         )
@@ -113,64 +156,70 @@ class MpiTransport:
         return self._comm is not None
 
     def post(self, message: bytes) -> None:
-        self._check()
+        with usage:
+            self._forget_sent()
+            for step in range(1, self.size):
+                target = (self.rank + step) % self.size
+                self._sends.append((self._comm.Isend([message, self._mpi.BYTE], dest=target, tag=TAG_CONTROL), message))
+
+    def _forget_sent(self) -> None:
         self._sends = [(request, kept) for request, kept in self._sends if not request.Test()]
-        for step in range(1, self.size):
-            target = (self.rank + step) % self.size
-            self._sends.append((self._comm.Isend([message, self._mpi.BYTE], dest=target, tag=TAG_CONTROL), message))
 
     def heard(self) -> list[tuple[int, bytes]]:
-        self._check()
         messages = []
-        status = self._mpi.Status()
-        while (found := self._comm.Improbe(tag=TAG_CONTROL, status=status)) is not None:
-            content = bytearray(status.Get_count(self._mpi.BYTE))
-            source = status.Get_source()
-            found.Recv([content, self._mpi.BYTE])
-            if content == FAREWELL:
-                self._left.add(source)
-            else:
-                messages.append((source, bytes(content)))
+        with usage:
+            status = self._mpi.Status()
+            while (found := self._comm.Improbe(tag=TAG_CONTROL, status=status)) is not None:
+                content = bytearray(status.Get_count(self._mpi.BYTE))
+                source = status.Get_source()
+                found.Recv([content, self._mpi.BYTE])
+                if content == FAREWELL:
+                    self._left.add(source)
+                else:
+                    messages.append((source, bytes(content)))
         return messages
 
     def gone(self) -> set[int]:
         return self._left
 
     def transfer(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], tag: int) -> _MpiRequest:
-        self._check()
         requests = []
         tag = TAG_DATA + tag
-        # Start with the next rank so that no receiver is everyone's first target.
-        for step in range(1, self.size):
-            source = (self.rank - step) % self.size
-            if source in incoming:
-                for chunk in _chunks(incoming[source], self._piece[source]):
-                    requests.append(self._comm.Irecv(chunk, source=source, tag=tag))
-        for step in range(1, self.size):
-            target = (self.rank + step) % self.size
-            if target in outgoing:
-                for chunk in _chunks(outgoing[target], self._piece[target]):
-                    requests.append(self._comm.Isend(chunk, dest=target, tag=tag))
+        with usage:
+            # Start with the next rank so that no receiver is everyone's first target.
+            for step in range(1, self.size):
+                source = (self.rank - step) % self.size
+                if source in incoming:
+                    for chunk in _chunks(incoming[source], self._piece[source]):
+                        requests.append(self._comm.Irecv(chunk, source=source, tag=tag))
+            for step in range(1, self.size):
+                target = (self.rank + step) % self.size
+                if target in outgoing:
+                    for chunk in _chunks(outgoing[target], self._piece[target]):
+                        requests.append(self._comm.Isend(chunk, dest=target, tag=tag))
         return _MpiRequest(requests, (outgoing, incoming))
-
-    def _check(self) -> None:
-        if self._mpi.Is_finalized():
-            raise LostPeer("Horovod has been shut down while an exchange was under way")
 
     def close(self) -> None:
         farewells.closed(self)
 
     def has_left(self) -> bool:
         """Say farewell, if not done yet, and free the communicator once all others have."""
-        if self._mpi.Is_finalized() or self._error is not None:
+        if usage.why_over or self._error is not None:
             return True
         if not self.ready():
             return False
+        try:
+            with usage:
+                return self._take_leave()
+        except LostPeer:  # MPI has ended meanwhile
+            return True
+
+    def _take_leave(self) -> bool:
         if not self._said_farewell:
             self.post(FAREWELL)
             self._said_farewell = True
         self.heard()
-        self._sends = [(request, kept) for request, kept in self._sends if not request.Test()]
+        self._forget_sent()
         if len(self._left) < self.size - 1 or self._sends:
             return False
         self._comm.Free()

@@ -229,7 +229,7 @@ def kernel_bytes() -> Counter[str]:
 
 def register(address: int, n_bytes: int) -> None:
     """Memory of a framework's tensor plays device memory."""
-    if n_bytes:
+    if n_bytes > 0:
         with _state.lock:
             _state.foreign[address] = max(n_bytes, _state.foreign.get(address, 0))
 
@@ -296,9 +296,10 @@ class PinnedMemory:
         self.ptr = int(self._array.ctypes.data) + -self._array.ctypes.data % 256
         self.size = size
         begin, end = self._array.ctypes.data, self._array.ctypes.data + len(self._array)
-        for start, n in list(_state.foreign.items()):  # of tensors that are gone
-            if start < end and begin < start + n:
+        for start, n in list(_state.foreign.items()):
+            if start < end and begin < start + n:  # of tensors that are gone; a shorter one may be alive at its start
                 del _state.foreign[start]
+                register(start, begin - start)
         _state.bury()
         _state.pinned[self.ptr] = size
         _state.counts["pinned bytes"] += size

@@ -200,30 +200,14 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
 }
 
 #ifdef APS_FUZZ_DRIVER
-#include <time.h>
+#include "driver.h"
 
-// usage: fuzz_kernels <seconds> <seed>; prints the number of inputs
 int main(int argc, char** argv) {
-    const double seconds = argc > 1 ? atof(argv[1]) : 5.0;
-    uint64_t state = argc > 2 ? strtoull(argv[2], nullptr, 10) : 1;
-    auto random = [&]() {  // splitmix64
-        uint64_t z = (state += 0x9e3779b97f4a7c15ull);
-        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-        z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-        return z ^ (z >> 31);
-    };
-    const time_t end = time(nullptr) + (time_t)(seconds + 0.5);
-    long n_runs = 0;
-    for (; time(nullptr) < end; ++n_runs) {
-        std::vector<uint8_t> bytes(random() % 400);
-        for (uint8_t& b : bytes) b = (uint8_t)(random() >> 32);
+    return drive(argc, argv, 400, [](std::vector<uint8_t>& bytes, auto& random) {
         // Mostly sensible tables: `odd` is one random byte per segment, so thin the set bits out by position.
         if (random() % 4) {
             for (size_t k = 9; k < bytes.size() && k < 90; ++k) bytes[k] &= random() % 3 ? 0xff : (uint8_t)random();
         }
-        LLVMFuzzerTestOneInput(bytes.data(), bytes.size());
-    }
-    printf("%ld inputs, no finding\n", n_runs);
-    return 0;
+    });
 }
 #endif

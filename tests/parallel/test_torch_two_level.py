@@ -11,16 +11,11 @@ import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
-from exchange_oracle import CODES, assert_same_bits, make_gradients
+from exchange_oracle import assert_same_bits, hosted_exchanges, make_gradients, reduce_all
 from torch_common import assert_replicas_equal, loss_of, make_model, to_numpy, to_torch
 
-from horovod_aps.engine.exchange import Exchange, local_allreduce
-from horovod_aps.engine.layer import Layer
-from horovod_aps.kernels import CpuKernels
 from horovod_aps.options import Options
 from horovod_aps.torch import APSCompressor
-from horovod_aps.transports.hosts import HostedTransport
-from horovod_aps.transports.local import LocalTransport
 
 hvd.init()
 LAYOUTS = {"neighbours": "aabb", "in turn": "abab"}
@@ -40,23 +35,8 @@ def two_hosts(monkeypatch) -> None:
 
 def emulated(grads, hosts: str, options: Options, n_steps: int = 1) -> list[dict[str, np.ndarray]]:
     """What rank 0 gets in each step."""
-    ranks = [
-        Exchange(CpuKernels(), HostedTransport(one, options.why_flat, host), options)
-        for one, host in zip(LocalTransport.world(len(hosts)), hosts)
-    ]
-    results = []
-    for _ in range(n_steps):
-        outs = [{name: np.empty_like(x) for name, x in rank.items()} for rank in grads]
-        layers = [
-            [
-                Layer(name, x.shape, CODES[x.dtype], x.ctypes.data, out[name].ctypes.data, 1 / len(hosts), (x, out))
-                for name, x in rank.items()
-            ]
-            for rank, out in zip(grads, outs)
-        ]
-        local_allreduce(layers, options, CpuKernels(), ranks)
-        results.append(outs[0])
-    return results
+    ranks = hosted_exchanges(hosts, options)
+    return [reduce_all(grads, ranks)[0] for _ in range(n_steps)]
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,10 @@ CuPy gives the CPU's bytes.
 """
 
 import ctypes
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cuda_compilers import compile_with_nvcc, compile_with_nvrtc
 
 from horovod_aps.activations import codec, cuda
-from horovod_aps.kernels.nvrtc import OPTIONS, source_folder
+from horovod_aps.kernels.nvrtc import source_folder
 
 STREAM = 78
 # Blocks and threads one after the other: the kernels share nothing. Far fewer than asked for, so that they must stride.
@@ -139,27 +138,8 @@ def test_malformed_streams_are_refused_on_cuda(on_device):
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 def test_source_compiles_with_nvrtc(architecture):
-    """Oracle: NVIDIA's run-time compiler, with the options that the launcher passes to CuPy."""
-    spec = find_spec("nvidia.cuda_nvrtc")
-    assert spec is not None and spec.submodule_search_locations, "pip install -r requirements.txt"
-    folder = Path(spec.submodule_search_locations[0]) / "lib"
-    library = ctypes.CDLL(str(next(folder.glob("libnvrtc.so*"))))
-    program = ctypes.c_void_p()
-    code = (source_folder() / "aps_activations.cu").read_bytes()
-    assert library.nvrtcCreateProgram(ctypes.byref(program), code, b"aps_activations.cu", 0, None, None) == 0
-    options = [f"--gpu-architecture={architecture}", f"-I{source_folder()}", *OPTIONS]
-    table = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
-    status = library.nvrtcCompileProgram(program, len(options), table)
-    size = ctypes.c_size_t()
-    library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value)
-    library.nvrtcGetProgramLog(program, log)
-    assert status == 0, log.value.decode()
+    compile_with_nvrtc("aps_activations.cu", architecture)
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not here")
 def test_source_compiles_with_nvcc(tmp_path):
-    source = source_folder() / "aps_activations.cu"
-    command = ["nvcc", "-arch=sm_80", "--fmad=false", "-c", str(source), "-o", str(tmp_path / "kernels.o")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    compile_with_nvcc("aps_activations.cu", tmp_path / "kernels.o", "--fmad=false", "-c")

@@ -4,7 +4,6 @@ Oracle: CpuKernels (itself tested against NumPy in test_kernels.py), zero tolera
 """
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import cuda_standin  # noqa: E402
+from cuda_compilers import compile_with_nvcc  # noqa: E402
 
 from horovod_aps import kernels as K  # noqa: E402
 from horovod_aps.kernels import cuda as C  # noqa: E402
@@ -250,24 +250,8 @@ def test_kernels_refuse_malformed_tables(side: Any) -> None:
 
 @pytest.mark.slow
 def test_cuda_source_compiles_with_nvcc_where_installed(tmp_path: Path) -> None:
-    """Oracle: nvcc; without it test_cuda_binary.py is the proof, and this one checks that it is absent indeed."""
-    compiler = shutil.which("nvcc")
-    if compiler is None:
-        assert not Path("/usr/local/cuda/bin/nvcc").exists(), "nvcc is installed but not on PATH"
-        return
-    source = C.source_folder() / "aps_kernels.cu"
-    command = [
-        compiler,
-        "-arch=sm_80",
-        *OPTIONS,
-        "-cubin",
-        str(source),
-        "-o",
-        str(tmp_path / "kernels.cubin"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "kernels.cubin").stat().st_size > 0
+    """Oracle: nvcc; without it test_cuda_binary.py is the proof."""
+    compile_with_nvcc("aps_kernels.cu", tmp_path / "kernels.cubin", *OPTIONS, "-cubin")
 
 
 def test_kernels_have_no_undefined_behaviour() -> None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import reference
-from exchange_oracle import CODES, SIZES, assert_same_bits, expected, make_gradients
+from exchange_oracle import SIZES, assert_same_bits, expected, make_gradients, reduce_all
 from reference import Format
 
-from horovod_aps.engine.exchange import Exchange, local_allreduce
-from horovod_aps.engine.layer import Layer
+from horovod_aps.engine.exchange import Exchange
 from horovod_aps.engine.reductions.base import Reduction
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.options import Options
@@ -58,20 +57,6 @@ def stars(n_ranks: int, options: Options) -> list[Exchange]:
     return [
         Exchange(CpuKernels(), transport, options, choose_reduction=Star) for transport in LocalTransport.world(n_ranks)
     ]
-
-
-def reduce_all(grads, exchanges) -> list[dict[str, np.ndarray]]:
-    """Results of every rank."""
-    outs = [{name: np.full_like(x, 77) for name, x in rank.items()} for rank in grads]
-    layers = [
-        [
-            Layer(name, x.shape, CODES[x.dtype], x.ctypes.data, out[name].ctypes.data, 1 / len(grads), (x, out))
-            for name, x in rank.items()
-        ]
-        for rank, out in zip(grads, outs)
-    ]
-    local_allreduce(layers, exchanges[0].options, exchanges[0].kernels, exchanges)
-    return outs
 
 
 @pytest.mark.parametrize("bucket_mb", [16.0, 0.002], ids=["one bucket", "several"])

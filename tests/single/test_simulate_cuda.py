@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import cuda_standin  # noqa: E402
+from cuda_compilers import compile_with_nvrtc  # noqa: E402
 
 from horovod_aps.kernels.nvrtc import OPTIONS, source_folder  # noqa: E402
 from horovod_aps.simulate import EmulatedOptimizer, _native, float_quantize, quant_gemm  # noqa: E402
@@ -174,19 +174,4 @@ def test_emulated_optimizer_on_cuda_equals_cpu(monkeypatch):
 
 @pytest.mark.parametrize("architecture", ["sm_70", "sm_80", "sm_90"])
 def test_source_compiles_with_nvrtc(architecture):
-    """Oracle: NVIDIA's run-time compiler, with the options that the launcher passes to CuPy."""
-    spec = find_spec("nvidia.cuda_nvrtc")
-    assert spec is not None and spec.submodule_search_locations, "pip install -r requirements.txt"
-    folder = Path(spec.submodule_search_locations[0]) / "lib"
-    library = ctypes.CDLL(str(next(folder.glob("libnvrtc.so*"))))
-    program = ctypes.c_void_p()
-    code = (source_folder() / "aps_simulate.cu").read_bytes()
-    assert library.nvrtcCreateProgram(ctypes.byref(program), code, b"aps_simulate.cu", 0, None, None) == 0
-    options = [f"--gpu-architecture={architecture}", f"-I{source_folder()}", *OPTIONS]
-    table = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
-    status = library.nvrtcCompileProgram(program, len(options), table)
-    size = ctypes.c_size_t()
-    library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value)
-    library.nvrtcGetProgramLog(program, log)
-    assert status == 0, log.value.decode()
+    compile_with_nvrtc("aps_simulate.cu", architecture)

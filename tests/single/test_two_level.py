@@ -11,48 +11,24 @@ import random
 import numpy as np
 import pytest
 import reference
-from exchange_oracle import CODES, SIZES, assert_same_bits, make_gradients
+from exchange_oracle import SIZES, assert_same_bits, make_gradients, reduce_all
+from exchange_oracle import expected as expected_among
+from exchange_oracle import hosted_exchanges as exchanges
 from reference import Format
 
-from horovod_aps.engine.exchange import Exchange, local_allreduce
 from horovod_aps.engine.layer import Layer
-from horovod_aps.engine.layout import LayerSpec, plan_buckets, shards_among
+from horovod_aps.engine.layout import shards_among
 from horovod_aps.engine.reductions import two_level
-from horovod_aps.formats import FLOAT32, FloatFormat
-from horovod_aps.kernels import CpuKernels
 from horovod_aps.options import Options
 from horovod_aps.transports import hosts as hosts_module
-from horovod_aps.transports.hosts import HostedTransport, group, why_not
-from horovod_aps.transports.local import LocalTransport
+from horovod_aps.transports.hosts import group, why_not
 from horovod_aps.transports.memory import HostMemory, Need, Room
 
 LAYOUTS = [(2, 2), (2, 4), (2, 3), (3, 2), (4, 2)]
 
 
-def exchanges(names: list[str], options: Options) -> list[Exchange]:
-    """One rank for each name, which is that of its host."""
-    world = LocalTransport.world(len(names))
-    return [
-        Exchange(CpuKernels(), HostedTransport(one, options.why_flat, name), options) for one, name in zip(world, names)
-    ]
-
-
 def names_of(n_hosts: int, n_places: int) -> list[str]:
     return [f"host{i}" for i in range(n_hosts) for _ in range(n_places)]
-
-
-def reduce_all(grads, ranks, factor: float | None = None) -> list[dict[str, np.ndarray]]:
-    outs = [{name: np.full_like(x, 77) for name, x in rank.items()} for rank in grads]
-    factor = 1 / len(grads) if factor is None else factor
-    layers = [
-        [
-            Layer(name, x.shape, CODES[x.dtype], x.ctypes.data, out[name].ctypes.data, factor, (x, out))
-            for name, x in rank.items()
-        ]
-        for rank, out in zip(grads, outs)
-    ]
-    local_allreduce(layers, ranks[0].options, ranks[0].kernels, ranks)
-    return outs
 
 
 def host_sums(grads, names: list[str]) -> list[dict[str, np.ndarray]]:
@@ -69,26 +45,10 @@ def host_sums(grads, names: list[str]) -> list[dict[str, np.ndarray]]:
 
 def expected(grads, names: list[str], fmt, mode: str, bucket_mb: float) -> dict[str, np.ndarray]:
     """What every rank gets of an average."""
-    sums, n_hosts = host_sums(grads, names), len(set(names))
-    formats = fmt if isinstance(fmt, dict) else dict.fromkeys(sums[0], fmt)
-    specs = [
-        LayerSpec(name, x.shape, CODES[x.dtype], FloatFormat(*formats[name]) if formats[name] else FLOAT32)
-        for name, x in grads[0].items()
-    ]
+    n_hosts = len(set(names))
     n_shards = len(names) // n_hosts * shards_among(n_hosts)
-    results = {}
-    for bucket in plan_buckets(specs, len(names), bucket_mb, n_shards):
-        inside = [specs[i].name for i in bucket.layers]
-        pieces = [
-            [
-                reference.Piece(inside[bucket.layer_of_segment[row]], int(one["first"]), int(one["first"] + one["n"]))
-                for row, one in enumerate(bucket.segments)
-                if bucket.shard_segments[k] <= row < bucket.shard_segments[k + 1]
-            ]
-            for k in range(n_shards)
-        ]
-        part = [{name: host[name] for name in inside} for host in sums]
-        results |= reference.simulate_exchange(part, formats, op="sum", mode=mode, scale=1 / len(names), shards=pieces)
+    sums = host_sums(grads, names)
+    results = expected_among(sums, fmt, factor=1 / len(names), mode=mode, bucket_mb=bucket_mb, n_shards=n_shards)
     return {name: x.astype(grads[0][name].dtype) for name, x in results.items()}
 
 
