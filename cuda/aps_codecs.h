@@ -11,8 +11,17 @@
 
 // Numbers as in kernels/segments.py. The families of formats that have no native code are encoded by Python and never
 // come here.
-enum { APS_FAMILY_FLOAT = 0, APS_FAMILY_RAW = 1, APS_N_FAMILIES = 2 };
-enum { APS_SPECIALS = 1 };  // flags of the packed floats
+enum {
+    APS_FAMILY_FLOAT = 0,
+    APS_FAMILY_RAW = 1,
+    APS_FAMILY_QSGD = 2,
+    APS_FAMILY_ONEBIT = 3,
+    APS_FAMILY_TABLE = 4,
+    APS_FAMILY_MX = 5,
+    APS_N_FAMILIES = 6
+};
+// Flags: some codes are Inf and NaN; rounds to nearest although there is a seed.
+enum { APS_SPECIALS = 1, APS_TO_NEAREST = 2 };
 
 struct ApsSegment {
     uint64_t data;     // address of the first element
@@ -23,7 +32,8 @@ struct ApsSegment {
     uint8_t exp_bits, man_bits, flags, dtype;
     uint32_t uid;    // random stream of the layer
     uint8_t family;  // how elements are encoded
-    uint16_t codec;  // which format of a family that keeps a list of them; 4 bytes behind it are free
+    uint16_t codec;  // which format of a family that keeps a list of them
+    uint32_t block;  // elements that share a scale; 0: all of the segment
     int64_t first;   // index of the first element within its layer
 };
 

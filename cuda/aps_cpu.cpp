@@ -97,7 +97,7 @@ struct FloatEnvironment {
 enum { BAD_BITS = 1, BAD_DTYPE = 2, BAD_POINTER = 3, BAD_RANGE = 4, BAD_COUNT = 5, BAD_EXPONENT = 6, BAD_FAMILY = 7 };
 
 static int reason_against(const ApsSegment& g, bool uses_data, int64_t length) {
-    if (g.family >= APS_N_FAMILIES) return BAD_FAMILY;
+    if (g.family >= APS_N_FAMILIES || !active()[g.family]) return BAD_FAMILY;
     const CpuCodec& codec = *active()[g.family];
     if (!codec.is_valid(g)) return BAD_BITS;
     if (g.dtype > 3) return BAD_DTYPE;

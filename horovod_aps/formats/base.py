@@ -25,12 +25,20 @@ class Format(ABC):
     """What is scaled together: nothing, a layer by the exponent that all ranks share, or blocks by side information."""
     specials: bool = True
     """Whether some codes stand for Inf and NaN; a field of its own in messages."""
+    rounding: Literal["option", "nearest", "stochastic"] = "option"
+    """Whether the compressor's `rounding` counts, or the format always rounds in one way."""
+    needs_error_feedback: bool = False
+    """Whether training goes wrong unless what rounding loses is added to the next gradient."""
     rounds_sums: bool = False
     """Whether there is an arithmetic of the format's own, for accumulate="format" and "kahan"."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         _families.append(cls)
+
+    def for_shape(self, shape: tuple[int, ...]) -> Format:
+        """The format of a layer of this shape, for formats that look at rows and columns."""
+        return self
 
     # ---- size -----------------------------------------------------------------------------------------------
 

@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 EXP_ZERO = -32768  # exponent of an all-zero layer
 EXP_NONFINITE = 32767  # exponent of a layer with NaN or Inf
-SPECIALS = 1  # flag of a packed float
+SPECIALS, NEAREST = 1, 2  # flags: some codes are Inf and NaN; rounds to nearest although a seed is given
 SUM_FLOAT, SUM_FORMAT, SUM_KAHAN = 0, 1, 2  # accumulation modes
 UNIT = 8  # elements; every width fills whole bytes with as many
 
-# How elements are encoded. The numbers below HOST are those of cuda/aps_codecs.h; a table of values and blocks with a
-# scale of their own are next. HOST is for formats whose codec is written in Python (`codecs`).
-FAMILY_FLOAT, FAMILY_RAW, FAMILY_HOST = 0, 1, 255
+# How elements are encoded. The numbers below HOST are those of cuda/aps_codecs.h. HOST is for formats whose codec is
+# written in Python (`codecs`).
+FAMILY_FLOAT, FAMILY_RAW, FAMILY_QSGD, FAMILY_ONEBIT, FAMILY_TABLE, FAMILY_MX, FAMILY_HOST = 0, 1, 2, 3, 4, 5, 255
 
 SEGMENT = np.dtype(
     [
@@ -36,6 +36,7 @@ SEGMENT = np.dtype(
         ("uid", np.uint32),  # random stream of the layer
         ("family", np.uint8),
         ("codec", np.uint16),  # which format of a family that keeps a list of them
+        ("block", np.uint32),  # elements that share a scale; 0: all of the segment
         ("first", np.int64),  # index of the first element within its layer
     ],
     align=True,
