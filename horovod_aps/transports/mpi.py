@@ -47,13 +47,9 @@ class _Usage:
                 mpi.COMM_SELF.Set_attr(self._key, self)
 
     def stop(self) -> None:
-        """At the end of Python, which cannot be told any more: no thread of ours uses MPI from here on."""
+        """At the end of Python: no thread of ours uses MPI from here on."""
         with self._lock:
-            if self._key is not None and not self.why_over:
-                from mpi4py import MPI
-
-                self.why_over = "this process is ending"
-                MPI.COMM_SELF.Delete_attr(self._key)
+            self.why_over = self.why_over or "this process is ending"
 
     def _deleted(self, comm: Any, key: int, value: Any) -> None:
         with self._lock:
