@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from horovod_aps.formats.blocks import BlockFormat, Codes, Floats, Scales
-from horovod_aps.formats.floats import FloatFormat
+from horovod_aps.formats.buckets import BucketFormat, Codes, Floats, checked_int
+from horovod_aps.formats.floats import FloatFormat, _checked_seed
 from horovod_aps.kernels import codecs
 from horovod_aps.kernels.codecs import Random
 from horovod_aps.kernels.segments import FAMILY_HOST, Table
@@ -20,7 +20,7 @@ _BEYOND = {(4, 3): 1, (5, 2): 4}  # codes above the largest number, which OCP ke
 
 
 @dataclass(frozen=True, init=False, repr=False)
-class MX(BlockFormat):
+class MX(BucketFormat):
     """Elements of 1 sign, `e` exponent and `m` mantissa bits (at most 8 together); `block` of them share a scale 2^k.
 
     Elements have the values of the OCP formats: (4, 3) reaches 448, (5, 2) 57344, (3, 2) 28, (2, 3) 7.5, (2, 1) 6; of
@@ -35,21 +35,24 @@ class MX(BlockFormat):
 
     exp_bits: int
     man_bits: int
-    block: int
+    bucket: int
     saturate: bool
+
+    scale_dtype = np.uint8
+    nan_scale = NAN_SCALE
 
     def __init__(self, e: int, m: int, block: int = 32, saturate: bool = False) -> None:
         element = FloatFormat(e, m, specials=False)
         if element.bits > 8 or element.bits < 2:
             raise ValueError(f"MX: 1 + e + m must be at most 8, got {element.bits}; FloatFormat takes more")
-        if isinstance(block, bool) or not isinstance(block, (int, np.integer)):
-            raise TypeError(f"MX: block must be an integer, got {block!r}")
-        if not MIN_BLOCK <= block <= MAX_BLOCK or block & (block - 1):
-            raise ValueError(f"MX: block must be a power of two in {MIN_BLOCK}..{MAX_BLOCK}, got {block}")
+        hint = "elements that share a scale, a power of two such as block=32"
+        size = checked_int("MX", "block", block, MIN_BLOCK, MAX_BLOCK, hint)
+        if size & (size - 1):
+            raise ValueError(f"MX: block must be a power of two in {MIN_BLOCK}..{MAX_BLOCK}, got {size}")
         if not isinstance(saturate, (bool, np.bool_)):
             raise TypeError(f"MX: saturate must be True or False, got {saturate!r}")
         fields = {"exp_bits": element.exp_bits, "man_bits": element.man_bits}
-        for name, value in {**fields, "block": int(block), "saturate": bool(saturate)}.items():
+        for name, value in {**fields, "bucket": size, "saturate": bool(saturate)}.items():
             object.__setattr__(self, name, value)
 
     # ---- elements ---------------------------------------------------------------------------------------------
@@ -60,9 +63,9 @@ class MX(BlockFormat):
         return 1 + self.exp_bits + self.man_bits
 
     @property
-    def unit(self) -> int:
-        """A block."""
-        return self.block
+    def block(self) -> int:
+        """Elements that share a scale."""
+        return self.bucket
 
     @property
     def max_code(self) -> int:
@@ -97,59 +100,63 @@ class MX(BlockFormat):
         """Exponent of the largest element."""
         return max(self.max_code >> self.man_bits, 1) - 1 + self._least
 
-    # ---- blocks -----------------------------------------------------------------------------------------------
+    # ---- arrays -----------------------------------------------------------------------------------------------
 
-    @property
-    def scale_dtype(self) -> np.dtype[Any]:
-        """A byte: a power of two and 127."""
-        return np.dtype(np.uint8)
+    def quantize(self, x: Any, rounding: str = "nearest", seed: int | None = None) -> Any:
+        """x rounded to elements: a new array or tensor of the same kind, dtype and shape.
 
-    def n_scales(self, n_elements: int) -> int:
-        """One per block."""
-        return -(-n_elements // self.block)
+        Blocks are taken from x in row-major order; a NaN or an Inf makes all of its block NaN. The same seed gives the
+        same stochastic rounding, and None draws a fresh one.
+        """
+        return self._quantize(x, _checked_seed(rounding, seed))
 
-    def scales_of(self, values: Floats, stochastic: bool = False) -> Scales:
-        """The bytes of the blocks' powers of two."""
+    def encode(self, x: Any, rounding: str = "nearest", seed: int | None = None) -> tuple[Any, Any]:
+        """Codes of `quantize(x)` as uint8, shaped like x, and the bytes of the blocks' scales."""
+        return self._encode_array(x, _checked_seed(rounding, seed))
+
+    # ---- the arithmetic ---------------------------------------------------------------------------------------
+
+    def _encode(self, values: Floats, random: Random) -> tuple[Codes, Any]:
         padded = np.pad(values, (0, -values.size % self.block)).reshape(-1, self.block)
-        largest = np.abs(padded).max(axis=1).astype(np.float64)
-        finite = np.isfinite(largest)
-        usual = np.where(finite & (largest > 0), largest, 1.0)
-        power = np.frexp(usual)[1].astype(np.int64) - 1 - self._top
-        if not self.saturate:
-            for _ in range(2):
-                ratio = np.ldexp(usual, -power)
-                beyond = (ratio if stochastic else self._rounded(ratio, None)) > self.max
-                power += beyond
-        power = np.where(largest > 0, np.maximum(power, -BIAS), -BIAS)
-        return np.where(finite, power + BIAS, NAN_SCALE).astype(np.uint8)
+        largest = np.abs(padded).max(axis=1)
+        finite = np.isfinite(padded).all(axis=1)
+        scales = np.where(finite, self._powers(np.where(finite, largest, 0), random is not None) + BIAS, NAN_SCALE)
+        scales = scales.astype(np.uint8)
+        return self._codes(values, self._spread(scales, values.size), random), scales
+
+    def _scales(self, buckets: Floats, n: int) -> Any:
+        return (self._powers(np.abs(buckets).max(axis=1, initial=0.0), False) + BIAS).astype(np.uint8)
+
+    def _powers(self, largest: np.ndarray, stochastic: bool) -> np.ndarray:
+        """k of blocks with these largest magnitudes."""
+        usual = np.where(largest > 0, largest, 1).astype(np.float64)
+        powers = np.frexp(usual)[1].astype(np.int64) - 1 - self._top
+        for _ in range(0 if self.saturate else 2):
+            ratios = np.ldexp(usual, -powers)
+            powers += (ratios if stochastic else self._rounded(ratios, None)) > self.max
+        return np.asarray(np.where(largest > 0, np.maximum(powers, -BIAS), -BIAS))
 
     def _rounded(self, magnitudes: np.ndarray, random: Random) -> np.ndarray:
         """Magnitudes as multiples of the spacing of elements, which go on beyond the largest."""
         exponent = np.maximum(np.frexp(magnitudes)[1].astype(np.int64) - 1, self._least)
         quantum = np.ldexp(1.0, exponent - self.man_bits)
         if random is None:
-            return np.rint(magnitudes / quantum) * quantum
-        return np.floor((np.floor(magnitudes / quantum * 2.0**31) + random) / 2.0**31) * quantum
+            return np.asarray(np.rint(magnitudes / quantum) * quantum)
+        return np.asarray(np.floor((np.floor(magnitudes / quantum * 2.0**31) + random) / 2.0**31) * quantum)
 
-    def codes_of(self, values: Floats, scales: Scales, random: Random = None) -> Codes:
-        """The codes of the elements."""
-        powers = np.repeat(scales.astype(np.int64) - BIAS, self.block)[: values.size]
-        lost = np.repeat(scales == NAN_SCALE, self.block)[: values.size]
-        x = np.where(lost, 0, values).astype(np.float64)
-        magnitudes = np.minimum(self._rounded(np.ldexp(np.abs(x), -powers), random), self.max)
+    def _codes(self, values: Floats, scales: Any, random: Random) -> Codes:
+        x = np.where(scales == NAN_SCALE, 0, values).astype(np.float64)
+        ratios = np.ldexp(np.abs(x), BIAS - scales.astype(np.int64))
+        magnitudes = np.minimum(self._rounded(ratios, random), self.max)
         codes = np.searchsorted(self._elements()[: self.max_code + 1], magnitudes)
         return (codes | np.signbit(x).astype(np.int64) << (self.bits - 1)).astype(np.uint8)
 
-    def values_of(self, codes: Codes, scales: Scales | None = None) -> Floats:
-        """Elements times the powers of two; a code that no element has stands for the next number."""
+    def _values(self, codes: Codes, scales: Any) -> Floats:
+        """A code that is no element stands for the number that it would be."""
         elements = self._elements()
         numbers = np.concatenate([elements, -elements])[codes]
-        if scales is None:
-            return numbers.astype(np.float32)
-        powers = np.repeat(scales.astype(np.int64), self.block)[: codes.size]
-        with np.errstate(over="ignore"):
-            made = np.ldexp(numbers, powers - BIAS).astype(np.float32)
-        return np.where(powers == NAN_SCALE, np.float32(np.nan), made)
+        made = np.ldexp(numbers, scales.astype(np.int64) - BIAS).astype(np.float32)
+        return np.asarray(np.where(scales == NAN_SCALE, np.float32(np.nan), made))
 
     # ---- text -------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from horovod_aps.formats.blocks import BlockFormat, Codes, Floats, Scales
+from horovod_aps.formats.buckets import BucketFormat, Codes, Floats
 from horovod_aps.kernels import codecs
 from horovod_aps.kernels.codecs import Random
 from horovod_aps.kernels.segments import FAMILY_HOST, NEAREST, Table
@@ -22,13 +22,14 @@ MAX_VALUES = 256
 
 
 @dataclass(frozen=True, init=False, repr=False)
-class TableFormat(BlockFormat):
+class TableFormat(BucketFormat):
     """The numbers of a table times a scale; code i is the i-th of them.
 
     The scale is the largest magnitude of what travels in one message: of the layer, or of the part of it that one
     rank reduces. All arithmetic is float32: y = x / scale (0 if the scale is 0), the code is that of the number nearest
     to y, and a code stands for scale * number. Halfway between two numbers, in float64, the one nearer to zero is
-    taken, and between -v and v the positive one. A scale that is not finite is NaN, and all codes are 0.
+    taken, and between -v and v the positive one. With NaN or Inf among the values the scale is NaN
+    and all codes are 0.
     """
 
     table: tuple[float, ...]
@@ -38,13 +39,13 @@ class TableFormat(BlockFormat):
     def __init__(self, values: Iterable[float]) -> None:
         given = np.asarray(list(values), np.float64)
         if given.ndim != 1 or not 2 <= given.size <= MAX_VALUES:
-            raise ValueError(f"{self._class}: values must be 2 to {MAX_VALUES} numbers, got shape {given.shape}")
+            raise ValueError(f"{self._kind}: values must be 2 to {MAX_VALUES} numbers, got shape {given.shape}")
         rounded = given.astype(np.float32)
         if not np.isfinite(rounded).all():
-            raise ValueError(f"{self._class}: values must be finite float32 numbers; leave NaN and Inf out")
+            raise ValueError(f"{self._kind}: values must be finite float32 numbers; leave NaN and Inf out")
         if not np.all(rounded[1:] > rounded[:-1]):
             raise ValueError(
-                f"{self._class}: values must be sorted, each greater than the one before it as float32; "
+                f"{self._kind}: values must be sorted, each greater than the one before it as float32; "
                 "pass sorted(set(values))"
             )
         object.__setattr__(self, "table", tuple(float(value) for value in rounded))
@@ -60,31 +61,37 @@ class TableFormat(BlockFormat):
         return max(1, (len(self.table) - 1).bit_length())
 
     @property
-    def scale_dtype(self) -> np.dtype[Any]:
-        """float32."""
-        return np.dtype(np.float32)
+    def block(self) -> int:
+        """0: one scale for all that travels together."""
+        return 0
 
-    def n_scales(self, n_elements: int) -> int:
-        """One, for whatever travels together."""
-        return min(n_elements, 1)
+    # ---- arrays -----------------------------------------------------------------------------------------------
 
-    def scales_of(self, values: Floats, stochastic: bool = False) -> Scales:
-        """The largest magnitude."""
-        top = np.abs(values).max(initial=np.float32(0))
-        return np.array([top if np.isfinite(top) else np.nan] * self.n_scales(values.size), np.float32)
+    def quantize(self, x: Any) -> Any:
+        """Scaled numbers of the table nearest to x: a new array or tensor of the same kind, dtype and shape.
 
-    def codes_of(self, values: Floats, scales: Scales, random: Random = None) -> Codes:
-        """The codes of the nearest numbers."""
-        if values.size == 0 or not np.isfinite(scales[0]):
-            return np.zeros(values.size, np.uint8)
-        ratios = values / scales[0] if scales[0] else np.zeros_like(values)
-        return np.searchsorted(_arrays(self.table)[1], ratios, side="right").astype(np.uint8)
+        The scale is x's largest magnitude. A NaN or an Inf makes all of x NaN.
+        """
+        return self._quantize(x, None)
 
-    def values_of(self, codes: Codes, scales: Scales | None = None) -> Floats:
-        """The numbers of the table times the scale; codes behind the last number stand for it."""
-        scale = np.float32(1) if scales is None or not len(scales) else scales[0]
-        with np.errstate(all="ignore"):
-            return (_arrays(self.table)[0] * scale)[np.minimum(codes, len(self.table) - 1)]
+    def encode(self, x: Any) -> tuple[Any, Any]:
+        """Codes of `quantize(x)` as uint8, shaped like x, and the scale, an array of one float32."""
+        return self._encode_array(x, None)
+
+    # ---- the arithmetic ---------------------------------------------------------------------------------------
+
+    def _scales(self, buckets: Floats, n: int) -> Floats:
+        return np.asarray(np.abs(buckets).max(axis=1, initial=0.0))
+
+    def _codes(self, values: Floats, scales: Floats, random: Random) -> Codes:
+        usual = scales > 0  # neither zero nor NaN
+        ratios = np.where(usual, values / np.where(usual, scales, np.float32(1)), np.float32(0))
+        codes = np.searchsorted(_arrays(self.table)[1], ratios, side="right")
+        return np.where(np.isnan(scales), 0, codes).astype(np.uint8)
+
+    def _values(self, codes: Codes, scales: Floats) -> Floats:
+        """Codes behind the last number stand for it."""
+        return np.asarray(_arrays(self.table)[0][np.minimum(codes, len(self.table) - 1)] * scales)
 
     # ---- text -------------------------------------------------------------------------------------------------
 
@@ -136,7 +143,7 @@ class _Named(TableFormat):
         return self.text
 
     def __repr__(self) -> str:
-        return f"{self._class}()"
+        return f"{self._kind}()"
 
     @classmethod
     def parse(cls, text: str) -> TableFormat:
@@ -154,7 +161,7 @@ def _both_signs(magnitudes: Iterable[float]) -> npt.NDArray[np.float64]:
 
 @dataclass(frozen=True, init=False, repr=False)
 class DynamicTree(TableFormat):
-    """Leading zero bits count decades, the bits behind them bisect (0.1, 1): exact where numbers are large, far-reaching.
+    """Leading zero bits count decades, the bits behind them bisect (0.1, 1).
 
     variant="dettmers" is the table of the paper: for t = 1..6 bits of tree, h = 2^(t-1) and k < h, the magnitudes
     10^(t-6) * (0.1 + 0.35 (k + 1/2) / h) and 10^(t-6) * (0.45 + 0.55 (k + 1/2) / h), and 0 and 1: 255 numbers.
@@ -229,7 +236,7 @@ class StaticTree(_Named):
 
 
 class MantissaTree(_Named):
-    """Integers 0 to 15 times 10^-1 to 10^-8, both signs: 229 different numbers, up to 1.5; those above 1 are not used."""
+    """Integers 0 to 15 times 10^-1 to 10^-8, both signs: 227 numbers up to 1.5, of which 1 is the last used."""
 
     text = "mantissa-tree"
 
