@@ -231,7 +231,8 @@ int aps_set_flush_to_zero(int on) {
 void aps_finish_scan(ApsSegment* s, int64_t n_segs, const uint64_t* top, int stochastic) {
     const CpuCodec* const* codecs = active();
     const int mode = stochastic ? APS_UP : APS_NEAREST;
-    for (int64_t k = 0; k < n_segs; ++k) s[k].exponent = codecs[s[k].family]->exponent(s[k], top[k], s[k].dtype, mode);
+    for (int64_t k = 0; k < n_segs; ++k)
+        s[k].exponent = codecs[s[k].family]->exponent(s[k], top[k], s[k].dtype, aps_mode(s[k], mode));
 }
 // The same for the sums of a reduce on the device: new exponents in s, acc_exp in the accumulation domain.
 void aps_finish_reduce(ApsSegment* s, int64_t n_segs, const uint64_t* top, int keep, int stochastic, int32_t* acc_exp) {
@@ -240,7 +241,8 @@ void aps_finish_reduce(ApsSegment* s, int64_t n_segs, const uint64_t* top, int k
     for (int64_t k = 0; k < n_segs; ++k) {
         const CpuCodec& codec = *codecs[s[k].family];
         acc_exp[k] = APS_EXP_ZERO;
-        if (codec.is_scaled(s[k])) acc_exp[k] = keep ? (int)APS_ACC_EXP : codec.exponent(s[k], top[k], APS_F64, mode);
+        if (codec.is_scaled(s[k]))
+            acc_exp[k] = keep ? (int)APS_ACC_EXP : codec.exponent(s[k], top[k], APS_F64, aps_mode(s[k], mode));
         const int found = acc_exp[k] == APS_EXP_ZERO ? (int)APS_EXP_ZERO : acc_exp[k] - APS_ACC_EXP;
         s[k].exponent = codec.sum_exponent(s[k], found, keep);
     }
@@ -268,8 +270,9 @@ int64_t aps_encode_segments(ApsSegment* s, int64_t n_segs, uint8_t* message, int
     int64_t bad = check(s, n_segs, true, length);
     if (bad) return bad;
     const CpuCodec* const* codecs = active();
+    const int mode = stochastic ? APS_STOCHASTIC : APS_NEAREST;
     for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end, int) {
-        codecs[s[k].family]->encode(s[k], message, begin, end, stochastic ? APS_STOCHASTIC : APS_NEAREST, seed);
+        codecs[s[k].family]->encode(s[k], message, begin, end, aps_mode(s[k], mode), seed);
     });
     return 0;
 }
@@ -297,7 +300,8 @@ int64_t aps_reduce_segments(ApsSegment* s, int64_t n_segs, Inputs in, int n_in, 
     for (int64_t k = 0; k < n_segs * parts; ++k) found[k] = {APS_EXP_ZERO, 0};
     for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end, int part) {
         const CpuCodec& codec = *codecs[s[k].family];
-        found[k * parts + part] = codec.reduce(s[k], in, n_in, accumulate, keep, message, begin, end, mode, seed);
+        const int how = aps_mode(s[k], mode);
+        found[k * parts + part] = codec.reduce(s[k], in, n_in, accumulate, keep, message, begin, end, how, seed);
     });
     auto exponent_of = [&](int64_t k) {
         int e = APS_EXP_ZERO;
@@ -312,7 +316,8 @@ int64_t aps_reduce_segments(ApsSegment* s, int64_t n_segs, Inputs in, int n_in, 
             const ReduceFound& mine = found[k * parts + part];
             const int e = exponent_of(k);
             const int64_t stop = e == APS_EXP_ZERO || mine.exponent < e ? end : mine.redo;
-            if (begin < stop) codec.reduce_redo(s[k], in, n_in, e, message, begin, stop, mode, seed);
+            const int how = aps_mode(s[k], mode);
+            if (begin < stop) codec.reduce_redo(s[k], in, n_in, e, message, begin, stop, how, seed);
         });
     }
     for (int64_t k = 0; k < n_segs; ++k) s[k].exponent = codecs[s[k].family]->sum_exponent(s[k], exponent_of(k), keep);

@@ -32,7 +32,7 @@ from horovod_aps.engine.pool import Lease, Pool
 from horovod_aps.engine.reductions import ChooseReduction
 from horovod_aps.engine.reductions.base import N_TAGS, Reduction, Work
 from horovod_aps.engine.statistics import Statistics
-from horovod_aps.errors import LostPeer
+from horovod_aps.errors import LostPeer, named
 from horovod_aps.kernels import EXP_ZERO
 from horovod_aps.log import logger, trace
 from horovod_aps.options import Options
@@ -431,7 +431,7 @@ class Exchange:
             try:
                 self._conclude(said)
             except ValueError as error:
-                self._fail(error)
+                self._fail(named(error, self.options.who))
             moved = True
         if (left := transport.gone()) and (gone := self._rounds.missing() & left):
             raise LostPeer(f"rank {min(gone)} has ended while this rank waits for it")
@@ -654,10 +654,11 @@ class Exchange:
         if needs_exponents and self.options.error_feedback:
             work.owned += self._residuals.fold(layers, work.table, bucket.layer_of_segment)
         if self._chooser is not None:
-            self._chooser.observe(self.kernels, [layer.shown for layer in layers], work.table, bucket.layer_of_segment)
+            shown, shapes = [layer.shown for layer in layers], [tuple(layer.shape) for layer in layers]
+            self._chooser.observe(self.kernels, shown, work.table, bucket.layer_of_segment, shapes)
         if needs_exponents:
             phase("APS_SCAN")
-            work.scanned = self.kernels.scan(work.table, stochastic=self.options.rounding == "stochastic")
+            work.scanned = self.kernels.scan(work.table, stochastic=bucket.is_stochastic)
         flight.works.append(work)
 
     def _send_headers(self, flight: Flight) -> bool:
