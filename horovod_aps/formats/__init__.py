@@ -4,11 +4,14 @@
 - `floats`: `FloatFormat`: 1 sign, e exponent and m mantissa bits, and its arithmetic on plain arrays
 - `raw`: `FLOAT32`: not compressed
 - `host`: formats whose codec is written in Python
+- `buckets`: scales that travel with the codes; `qsgd`, `onebit`: formats that have them
 """
 
 from horovod_aps.formats.base import Format, parse
 from horovod_aps.formats.floats import FloatFormat
 from horovod_aps.formats.host import HostFormat
+from horovod_aps.formats.onebit import OneBit
+from horovod_aps.formats.qsgd import QSGD
 from horovod_aps.formats.raw import FLOAT32, Raw32
 
 __all__ = [
@@ -16,6 +19,8 @@ __all__ = [
     "FloatFormat",
     "Format",
     "HostFormat",
+    "OneBit",
+    "QSGD",
     "Raw32",
     "parse",
 ]
