@@ -179,13 +179,10 @@ def test_every_format_is_read_from_its_text(fmt: Format) -> None:
     assert Options(format=str(fmt), **options_for(fmt)).format == wanted
 
 
-@pytest.mark.parametrize("hosts", [1, 2, 3])
-@pytest.mark.parametrize("n_ranks", [2, 3, 4])
+@pytest.mark.parametrize("n_ranks, hosts", [(2, 1), (3, 1), (4, 2), (6, 3)])
 @pytest.mark.parametrize("fmt", every_format(), ids=str)
 def test_every_format_keeps_replicas_equal_and_repeats(fmt: Format, n_ranks: int, hosts: int) -> None:
     """Sizes that break things, feedback and statistics on, flat and in two levels; two runs have the same bits."""
-    if n_ranks % hosts or (hosts > 1 and n_ranks == hosts):
-        pytest.skip("no two levels")
     shapes = {"empty": (0, 3), "one": (1,), "row": (7,), "matrix": (33, 65), "conv": (8, 3, 3, 3)}
     rng = np.random.default_rng(n_ranks)
     grads = [
