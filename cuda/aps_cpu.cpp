@@ -5,8 +5,14 @@
 // aps_codecs.h and aps_scalar.h. Every function returns 0, or 16 * (segment + 1) + reason.
 #include "aps_codecs.h"
 
+#include <limits.h>
 #include <stdlib.h>
+#include <time.h>
 #include <unistd.h>
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#endif
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -196,6 +202,11 @@ static thread_local Scratch t_scratch;
 // ---------------------------------------------------------------------------------------------- C interface
 extern "C" {
 
+#ifndef APS_SOURCES
+#define APS_SOURCES ""
+#endif
+const char* aps_sources() { return APS_SOURCES; }  // a checksum of what this library was made from
+
 int aps_set_num_threads(int n) {
     g_threads = n < 1 ? 1 : n;
     return g_threads;
@@ -372,18 +383,34 @@ int64_t aps_measure_segments(ApsSegment* s, int64_t n_segs, const uint8_t* messa
 }
 
 // Flags in memory that processes share: whoever sees the value also sees what was written before it was set.
-int64_t aps_set_flag(int64_t* flag, int64_t value) {
-    __atomic_store_n(flag, value, __ATOMIC_RELEASE);
-    return 0;
-}
-
 int64_t aps_least_flag(const int64_t* first, int64_t n, int64_t stride) {
     int64_t least = INT64_MAX;
     for (int64_t i = 0; i < n; ++i) {
-        int64_t value = __atomic_load_n((const int64_t*)((const char*)first + i * stride), __ATOMIC_ACQUIRE);
+        int64_t value = __atomic_load_n((const int64_t*)((const char*)first + i * stride), __ATOMIC_SEQ_CST);
         least = value < least ? value : least;
     }
     return least;
+}
+// Set one of n flags; if it was the last to reach the value, wake all processes that rest at the bell.
+int64_t aps_set_flag(int64_t* first, int64_t n, int64_t stride, int64_t which, int64_t value, uint32_t* bell) {
+    __atomic_store_n((int64_t*)((char*)first + which * stride), value, __ATOMIC_SEQ_CST);
+    if (aps_least_flag(first, n, stride) < value) return 0;
+    __atomic_add_fetch(bell, 1u, __ATOMIC_SEQ_CST);
+#ifdef __linux__
+    syscall(SYS_futex, bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+#endif
+    return 0;
+}
+int64_t aps_bell(const uint32_t* bell) { return __atomic_load_n(bell, __ATOMIC_SEQ_CST); }
+// Sleep until the bell rings again after `heard`, or for so long.
+int64_t aps_rest(uint32_t* bell, int64_t heard, int64_t nanoseconds) {
+    const struct timespec limit = {(time_t)(nanoseconds / 1000000000), (long)(nanoseconds % 1000000000)};
+#ifdef __linux__
+    syscall(SYS_futex, bell, FUTEX_WAIT, (uint32_t)heard, &limit, nullptr, 0);
+#else
+    if (aps_bell(bell) == heard) nanosleep(&limit, nullptr);
+#endif
+    return 0;
 }
 
 // Arrays in the format's own domain, no scaling; index i of the array is the position in the random stream of uid 0.

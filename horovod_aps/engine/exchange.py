@@ -37,6 +37,7 @@ from horovod_aps.kernels import EXP_ZERO
 from horovod_aps.log import logger, trace
 from horovod_aps.options import Options
 from horovod_aps.transports.base import Transport
+from horovod_aps.transports.memory import Room
 
 MAX_PLANS = 64  # batches remembered; an older one is talked about anew when it comes back
 LOOK_SECONDS = 500e-6  # between looks from within backward
@@ -144,6 +145,12 @@ class Exchange:
         """Whether the ranks of this host, with Horovod's threads, outnumber its cores."""
         hosts = None if self.transport is None else self.transport.hosts
         return hosts is not None and 2 * len(hosts.ranks[hosts.host]) > (os.cpu_count() or 1)
+
+    @property
+    def room(self) -> Room | None:
+        """The memory that the ranks of this host share, if they do."""
+        hosts = None if self.transport is None else self.transport.hosts
+        return None if hosts is None else hosts.room
 
     @property
     def way(self) -> str:

@@ -24,7 +24,6 @@ import numpy.typing as npt
 from horovod_aps.kernels import nvrtc
 from horovod_aps.kernels.memory import DeviceArray, PinnedPool, Uploads
 from horovod_aps.kernels.native import library, raise_on_error
-from horovod_aps.kernels.nvrtc import source_folder as source_folder
 from horovod_aps.kernels.protocol import DONE, Buffer, Kernels, Request
 from horovod_aps.kernels.segments import (
     EXP_NONFINITE,
@@ -44,6 +43,7 @@ from horovod_aps.kernels.segments import (
     seed_argument,
     target_addresses,
 )
+from horovod_aps.kernels.sources import source_folder as source_folder
 from horovod_aps.transports.base import Transport
 from horovod_aps.transports.device import DeviceTransport
 
