@@ -5,7 +5,7 @@ HOROVOD_APS_AVX2          0 keeps the CPU kernels to the baseline instruction se
 HOROVOD_APS_LOG           debug, info, warning (default) or error; debug prints every phase of every exchange
 HOROVOD_APS_TIMELINE      trace.json makes every rank write its phases to trace.rank<r>.json, see `timeline`
 HOROVOD_APS_HOST          the host that this rank counts to in a two-level exchange, default by the machine's name
-HOROVOD_APS_GPU_WAY       how packed bytes leave a GPU: auto (default: NCCL of Horovod's, else MPI, else pinned), mpi, pinned
+HOROVOD_APS_GPU_WAY       how packed bytes leave a GPU: auto (default: NCCL, else MPI, else pinned memory), mpi, pinned
 """
 
 import os

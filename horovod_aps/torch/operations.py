@@ -1,4 +1,4 @@
-"""Horovod's own all-to-all and all-gather of bytes. With NCCL they take messages from a GPU's memory and bring them there.
+"""Horovod's own all-to-all and all-gather of bytes; with NCCL, from the memory of one GPU to that of others.
 
 They run behind our kernels: Horovod waits for what the current stream has queued, and that is our stream. What has come
 is copied to where our kernels look for it, on the same stream; nobody waits on the host.

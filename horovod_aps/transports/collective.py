@@ -39,8 +39,9 @@ class Operation(Protocol):
 class Operations(Protocol):
     """A framework's operations on the ranks of one process set."""
 
-    way: str
-    """How bytes travel, for people."""
+    @property
+    def way(self) -> str:
+        """How bytes travel, for people."""
 
     def takes(self, array: Any) -> bool:
         """Whether a message is where the operations work."""

@@ -170,10 +170,10 @@ class StandinOperations(operations.HorovodOperations):
 
     def pack(self, parts):
         packed = torch.full((sum(map(len, parts)),), 0xEE, dtype=torch.uint8)
-        start = 0
+        at = packed.data_ptr()
         for part in parts:
-            self._queue(lambda at=packed.data_ptr() + start, part=part: ctypes.memmove(at, part.ptr, len(part)))
-            start += len(part)
+            self._queue(lambda at=at, part=part: ctypes.memmove(at, part.ptr, len(part)))
+            at += len(part)
         return packed
 
     def unpack(self, received, places):
