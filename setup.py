@@ -5,6 +5,7 @@ runs on every machine of its architecture. OpenMP is used where the compiler has
 """
 
 import glob
+import hashlib
 import os
 import sys
 import tempfile
@@ -14,6 +15,13 @@ from setuptools import Extension, find_namespace_packages, setup
 from setuptools.command.build_ext import build_ext
 
 HEADERS = sorted([*glob.glob("cuda/*.h"), *glob.glob("cuda/*.inc")])
+FILES = sorted([*HEADERS, *glob.glob("cuda/*.cpp")])
+
+
+def checksum() -> str:
+    """Of all that the library is made from, as horovod_aps.kernels.native has it: an old library must not be used."""
+    parts = [f"{os.path.basename(path)}\0{open(path).read()}" for path in sorted(FILES, key=os.path.basename)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 class BuildLibrary(build_ext):
@@ -51,6 +59,7 @@ setup(
             "horovod_aps._cpu",
             sources=["cuda/aps_cpu.cpp", "cuda/aps_simulate.cpp", "cuda/aps_activations.cpp"],
             depends=HEADERS,
+            define_macros=[("APS_SOURCES", f'"{checksum()}"')],
             language="c++",
             extra_compile_args=[
                 "-std=c++17",

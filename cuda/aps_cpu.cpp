@@ -5,8 +5,14 @@
 // aps_codecs.h and aps_scalar.h. Every function returns 0, or 16 * (segment + 1) + reason.
 #include "aps_codecs.h"
 
+#include <limits.h>
 #include <stdlib.h>
+#include <time.h>
 #include <unistd.h>
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#endif
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -196,6 +202,11 @@ static thread_local Scratch t_scratch;
 // ---------------------------------------------------------------------------------------------- C interface
 extern "C" {
 
+#ifndef APS_SOURCES
+#define APS_SOURCES ""
+#endif
+const char* aps_sources() { return APS_SOURCES; }  // a checksum of what this library was made from
+
 int aps_set_num_threads(int n) {
     g_threads = n < 1 ? 1 : n;
     return g_threads;
@@ -231,7 +242,8 @@ int aps_set_flush_to_zero(int on) {
 void aps_finish_scan(ApsSegment* s, int64_t n_segs, const uint64_t* top, int stochastic) {
     const CpuCodec* const* codecs = active();
     const int mode = stochastic ? APS_UP : APS_NEAREST;
-    for (int64_t k = 0; k < n_segs; ++k) s[k].exponent = codecs[s[k].family]->exponent(s[k], top[k], s[k].dtype, mode);
+    for (int64_t k = 0; k < n_segs; ++k)
+        s[k].exponent = codecs[s[k].family]->exponent(s[k], top[k], s[k].dtype, aps_mode(s[k], mode));
 }
 // The same for the sums of a reduce on the device: new exponents in s, acc_exp in the accumulation domain.
 void aps_finish_reduce(ApsSegment* s, int64_t n_segs, const uint64_t* top, int keep, int stochastic, int32_t* acc_exp) {
@@ -240,7 +252,8 @@ void aps_finish_reduce(ApsSegment* s, int64_t n_segs, const uint64_t* top, int k
     for (int64_t k = 0; k < n_segs; ++k) {
         const CpuCodec& codec = *codecs[s[k].family];
         acc_exp[k] = APS_EXP_ZERO;
-        if (codec.is_scaled(s[k])) acc_exp[k] = keep ? (int)APS_ACC_EXP : codec.exponent(s[k], top[k], APS_F64, mode);
+        if (codec.is_scaled(s[k]))
+            acc_exp[k] = keep ? (int)APS_ACC_EXP : codec.exponent(s[k], top[k], APS_F64, aps_mode(s[k], mode));
         const int found = acc_exp[k] == APS_EXP_ZERO ? (int)APS_EXP_ZERO : acc_exp[k] - APS_ACC_EXP;
         s[k].exponent = codec.sum_exponent(s[k], found, keep);
     }
@@ -268,8 +281,9 @@ int64_t aps_encode_segments(ApsSegment* s, int64_t n_segs, uint8_t* message, int
     int64_t bad = check(s, n_segs, true, length);
     if (bad) return bad;
     const CpuCodec* const* codecs = active();
+    const int mode = stochastic ? APS_STOCHASTIC : APS_NEAREST;
     for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end, int) {
-        codecs[s[k].family]->encode(s[k], message, begin, end, stochastic ? APS_STOCHASTIC : APS_NEAREST, seed);
+        codecs[s[k].family]->encode(s[k], message, begin, end, aps_mode(s[k], mode), seed);
     });
     return 0;
 }
@@ -297,7 +311,8 @@ int64_t aps_reduce_segments(ApsSegment* s, int64_t n_segs, Inputs in, int n_in, 
     for (int64_t k = 0; k < n_segs * parts; ++k) found[k] = {APS_EXP_ZERO, 0};
     for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end, int part) {
         const CpuCodec& codec = *codecs[s[k].family];
-        found[k * parts + part] = codec.reduce(s[k], in, n_in, accumulate, keep, message, begin, end, mode, seed);
+        const int how = aps_mode(s[k], mode);
+        found[k * parts + part] = codec.reduce(s[k], in, n_in, accumulate, keep, message, begin, end, how, seed);
     });
     auto exponent_of = [&](int64_t k) {
         int e = APS_EXP_ZERO;
@@ -312,7 +327,8 @@ int64_t aps_reduce_segments(ApsSegment* s, int64_t n_segs, Inputs in, int n_in, 
             const ReduceFound& mine = found[k * parts + part];
             const int e = exponent_of(k);
             const int64_t stop = e == APS_EXP_ZERO || mine.exponent < e ? end : mine.redo;
-            if (begin < stop) codec.reduce_redo(s[k], in, n_in, e, message, begin, stop, mode, seed);
+            const int how = aps_mode(s[k], mode);
+            if (begin < stop) codec.reduce_redo(s[k], in, n_in, e, message, begin, stop, how, seed);
         });
     }
     for (int64_t k = 0; k < n_segs; ++k) s[k].exponent = codecs[s[k].family]->sum_exponent(s[k], exponent_of(k), keep);
@@ -367,18 +383,34 @@ int64_t aps_measure_segments(ApsSegment* s, int64_t n_segs, const uint8_t* messa
 }
 
 // Flags in memory that processes share: whoever sees the value also sees what was written before it was set.
-int64_t aps_set_flag(int64_t* flag, int64_t value) {
-    __atomic_store_n(flag, value, __ATOMIC_RELEASE);
-    return 0;
-}
-
 int64_t aps_least_flag(const int64_t* first, int64_t n, int64_t stride) {
     int64_t least = INT64_MAX;
     for (int64_t i = 0; i < n; ++i) {
-        int64_t value = __atomic_load_n((const int64_t*)((const char*)first + i * stride), __ATOMIC_ACQUIRE);
+        int64_t value = __atomic_load_n((const int64_t*)((const char*)first + i * stride), __ATOMIC_SEQ_CST);
         least = value < least ? value : least;
     }
     return least;
+}
+// Set one of n flags; if it was the last to reach the value, wake all processes that rest at the bell.
+int64_t aps_set_flag(int64_t* first, int64_t n, int64_t stride, int64_t which, int64_t value, uint32_t* bell) {
+    __atomic_store_n((int64_t*)((char*)first + which * stride), value, __ATOMIC_SEQ_CST);
+    if (aps_least_flag(first, n, stride) < value) return 0;
+    __atomic_add_fetch(bell, 1u, __ATOMIC_SEQ_CST);
+#ifdef __linux__
+    syscall(SYS_futex, bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+#endif
+    return 0;
+}
+int64_t aps_bell(const uint32_t* bell) { return __atomic_load_n(bell, __ATOMIC_SEQ_CST); }
+// Sleep until the bell rings again after `heard`, or for so long.
+int64_t aps_rest(uint32_t* bell, int64_t heard, int64_t nanoseconds) {
+    const struct timespec limit = {(time_t)(nanoseconds / 1000000000), (long)(nanoseconds % 1000000000)};
+#ifdef __linux__
+    syscall(SYS_futex, bell, FUTEX_WAIT, (uint32_t)heard, &limit, nullptr, 0);
+#else
+    if (aps_bell(bell) == heard) nanosleep(&limit, nullptr);
+#endif
+    return 0;
 }
 
 // Arrays in the format's own domain, no scaling; index i of the array is the position in the random stream of uid 0.

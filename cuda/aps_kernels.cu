@@ -449,19 +449,19 @@ __global__ void scan_wide_kernel(APS_TABLE, ull* top) {
 __global__ void encode_kernel(APS_TABLE, uint8_t* message, int mode, uint64_t seed) {
     APS_FOR_TILES(t) {
         APS_SEGMENT(t)
-        APS_BY_FAMILY(s, encode_tile<Tile>(s, begin, message, mode, seed))
+        APS_BY_FAMILY(s, encode_tile<Tile>(s, begin, message, aps_mode(s, mode), seed))
     }
 }
 __global__ void encode_wide_kernel(APS_TABLE, uint8_t* message, int mode, uint64_t seed) {
     APS_FOR_TILES(t) {
         APS_SEGMENT(t)
         APS_BY_FAMILY(s, {
-            const int width = Tile(s).width;
+            const int width = Tile(s).width, how = aps_mode(s, mode);
             APS_FOR_GROUPS(first, count, begin, tile_end(s, begin)) {
                 Writer writer(message + s.offset + (first >> 3) * width);
                 APS_FOR_ELEMENTS(i, first, count) {
                     const uint64_t bits = aps_load((const void*)s.data, s.dtype, i);
-                    writer.put(Tile::wide_code(s, bits, s.dtype, s.exponent, mode, seed, s.first + i), width);
+                    writer.put(Tile::wide_code(s, bits, s.dtype, s.exponent, how, seed, s.first + i), width);
                 }
                 writer.end();
             }
@@ -525,7 +525,7 @@ __global__ void reduce_kernel(APS_TABLE, const uint64_t* inputs, int n_in, int, 
                               uint64_t seed) {
     APS_FOR_TILES(t) {
         APS_SEGMENT(t)
-        APS_BY_FAMILY(s, reduce_tile<Tile>(s, begin, inputs, n_in, s.exponent, message, mode, seed))
+        APS_BY_FAMILY(s, reduce_tile<Tile>(s, begin, inputs, n_in, s.exponent, message, aps_mode(s, mode), seed))
     }
 }
 __global__ void reduce_wide_kernel(APS_TABLE, const uint64_t* inputs, int n_in, int accumulate, uint8_t* message,
@@ -533,11 +533,11 @@ __global__ void reduce_wide_kernel(APS_TABLE, const uint64_t* inputs, int n_in, 
     APS_FOR_TILES(t) {
         APS_SEGMENT(t)
         APS_BY_FAMILY(s, {
-            const int width = Tile(s).width;
+            const int width = Tile(s).width, how = aps_mode(s, mode);
             APS_FOR_GROUPS(first, count, begin, tile_end(s, begin)) {
                 Writer writer(message + s.offset + (first >> 3) * width);
                 APS_FOR_ELEMENTS(i, first, count) {
-                    writer.put(Tile::wide_reduce(s, i, inputs, n_in, accumulate, s.exponent, mode, seed), width);
+                    writer.put(Tile::wide_reduce(s, i, inputs, n_in, accumulate, s.exponent, how, seed), width);
                 }
                 writer.end();
             }

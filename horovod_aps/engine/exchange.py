@@ -32,11 +32,12 @@ from horovod_aps.engine.pool import Lease, Pool
 from horovod_aps.engine.reductions import ChooseReduction
 from horovod_aps.engine.reductions.base import N_TAGS, Reduction, Work
 from horovod_aps.engine.statistics import Statistics
-from horovod_aps.errors import LostPeer
+from horovod_aps.errors import LostPeer, named
 from horovod_aps.kernels import EXP_ZERO
 from horovod_aps.log import logger, trace
 from horovod_aps.options import Options
 from horovod_aps.transports.base import Transport
+from horovod_aps.transports.memory import Room
 
 MAX_PLANS = 64  # batches remembered; an older one is talked about anew when it comes back
 LOOK_SECONDS = 500e-6  # between looks from within backward
@@ -144,6 +145,12 @@ class Exchange:
         """Whether the ranks of this host, with Horovod's threads, outnumber its cores."""
         hosts = None if self.transport is None else self.transport.hosts
         return hosts is not None and 2 * len(hosts.ranks[hosts.host]) > (os.cpu_count() or 1)
+
+    @property
+    def room(self) -> Room | None:
+        """The memory that the ranks of this host share, if they do."""
+        hosts = None if self.transport is None else self.transport.hosts
+        return None if hosts is None else hosts.room
 
     @property
     def way(self) -> str:
@@ -431,7 +438,7 @@ class Exchange:
             try:
                 self._conclude(said)
             except ValueError as error:
-                self._fail(error)
+                self._fail(named(error, self.options.who))
             moved = True
         if (left := transport.gone()) and (gone := self._rounds.missing() & left):
             raise LostPeer(f"rank {min(gone)} has ended while this rank waits for it")
@@ -654,10 +661,11 @@ class Exchange:
         if needs_exponents and self.options.error_feedback:
             work.owned += self._residuals.fold(layers, work.table, bucket.layer_of_segment)
         if self._chooser is not None:
-            self._chooser.observe(self.kernels, [layer.shown for layer in layers], work.table, bucket.layer_of_segment)
+            shown, shapes = [layer.shown for layer in layers], [tuple(layer.shape) for layer in layers]
+            self._chooser.observe(self.kernels, shown, work.table, bucket.layer_of_segment, shapes)
         if needs_exponents:
             phase("APS_SCAN")
-            work.scanned = self.kernels.scan(work.table, stochastic=self.options.rounding == "stochastic")
+            work.scanned = self.kernels.scan(work.table, stochastic=bucket.is_stochastic)
         flight.works.append(work)
 
     def _send_headers(self, flight: Flight) -> bool:

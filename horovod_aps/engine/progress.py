@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 50e-6  # between looks at the network while there is nothing else to do
 CROWDED_POLL_SECONDS = 1e-3  # the same where ranks have to share cores, which every look takes from others
+LOOKS, CROWDED_LOOKS = 20, 20  # before one sleeps
 THREAD_SECONDS = 20e-3  # between looks of the thread; each takes the interpreter from whoever has it
 ALONE_SECONDS = 0.1  # without a look by anyone else, after which the thread looks; sooner, it costs more than it brings
 IMPATIENT_SECONDS = 0.1  # without any movement
@@ -72,16 +73,25 @@ def is_anyone_waiting() -> bool:
 def _run(exchange: Exchange, steps: Generator[bool, None, None]) -> None:
     global _last_look
     idle, since = 0, time.monotonic()
-    poll = CROWDED_POLL_SECONDS if exchange.is_crowded else POLL_SECONDS
+    room = exchange.room
+    poll, patience = (CROWDED_POLL_SECONDS, CROWDED_LOOKS) if exchange.is_crowded else (POLL_SECONDS, LOOKS)
+    heard = 0 if room is None else room.heard()
     for moved in steps:
         _last_look = now = time.monotonic()
         if moved or (len(_active) > 1 and drive_others(exchange, now - since > IMPATIENT_SECONDS)):
             idle, since = 0, now
-            continue
-        idle += 1
-        # Yield the core at first, in case the answer is near; then sleep, so that the kernels of the other ranks and
-        # Horovod's own thread get the cores.
-        time.sleep(0 if idle < 20 else poll)
+        else:
+            idle += 1
+            # Yield the core at first, in case the answer is near; then sleep, so that the kernels of the other ranks
+            # and Horovod's own thread get the cores.
+            if idle < patience:
+                time.sleep(0)
+            elif room is None:
+                time.sleep(poll)
+            else:
+                room.rest(heard, poll)
+        if room is not None:
+            heard = room.heard()  # before the next look
 
 
 def drive_others(exchange: Exchange | None, impatient: bool) -> bool:

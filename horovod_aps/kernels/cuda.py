@@ -24,7 +24,6 @@ import numpy.typing as npt
 from horovod_aps.kernels import nvrtc
 from horovod_aps.kernels.memory import DeviceArray, PinnedPool, Uploads
 from horovod_aps.kernels.native import library, raise_on_error
-from horovod_aps.kernels.nvrtc import source_folder as source_folder
 from horovod_aps.kernels.protocol import DONE, Buffer, Kernels, Request
 from horovod_aps.kernels.segments import (
     EXP_NONFINITE,
@@ -33,6 +32,7 @@ from horovod_aps.kernels.segments import (
     FAMILY_RAW,
     FLOAT32,
     FLOAT64,
+    NEAREST,
     SPECIALS,
     SUM_FLOAT,
     Bytes,
@@ -43,6 +43,7 @@ from horovod_aps.kernels.segments import (
     seed_argument,
     target_addresses,
 )
+from horovod_aps.kernels.sources import source_folder as source_folder
 from horovod_aps.transports.base import Transport
 from horovod_aps.transports.device import DeviceTransport
 
@@ -77,7 +78,8 @@ def encodes_in_float(segs: Table, exponents: np.ndarray, stochastic: bool) -> Ro
     """Which segments aps_encode_fast encodes, given values as float32."""
     emin, emax = _limits(segs)
     man, exponents = segs["man_bits"].astype(np.int64), exponents.astype(np.int64)
-    spread = emax - emin + man + (33 if stochastic else 2)
+    draws = stochastic & (segs["flags"] & NEAREST == 0)
+    spread = emax - emin + man + np.where(draws, 33, 2)
     shift = emax - exponents
     fits = (segs["exp_bits"] <= 7) & (man <= 21) & (shift >= -126) & (shift <= 127) & (exponents - spread >= -126)
     return (segs["family"] == FAMILY_RAW) | _is_constant(exponents) | fits

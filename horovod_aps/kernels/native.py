@@ -6,10 +6,12 @@ ctypes releases the GIL during a call.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import threading
 from importlib.util import find_spec
 
 from horovod_aps import config
+from horovod_aps.kernels.sources import source_folder
 
 _REASONS = {
     1: "exp_bits must be in 1..8 and man_bits in 0..23, with at least one nonzero finite value",
@@ -36,7 +38,9 @@ SIGNATURES = {
     "aps_decode_array": [_PTR, _PTR, _I64, _I32, _I32, _I32, _I32],
     "aps_quantize_array": [_PTR, _PTR, _I64, _I32, _I32, _I32, _I32, _I32, _U64],
     "aps_random_array": [_PTR, _I64, _U64, _U32, _I64],
-    "aps_set_flag": [_PTR, _I64],
+    "aps_set_flag": [_PTR, _I64, _I64, _I64, _I64, _PTR],
+    "aps_bell": [_PTR],
+    "aps_rest": [_PTR, _I64, _I64],
     "aps_least_flag": [_PTR, _I64, _I64],
     "aps_pack_codes": [_PTR, _I64, _I32, _PTR],
     "aps_unpack_codes": [_PTR, _I64, _I32, _PTR],
@@ -54,6 +58,7 @@ def library() -> ctypes.CDLL:
             if spec is None or spec.origin is None:
                 raise ImportError("horovod_aps: the CPU kernel library is not built; type: pip install -e .")
             lib = ctypes.CDLL(spec.origin)
+            _check_age(lib)
             for name, arguments in SIGNATURES.items():
                 getattr(lib, name).argtypes = arguments
                 getattr(lib, name).restype = _I64
@@ -61,6 +66,23 @@ def library() -> ctypes.CDLL:
             lib.aps_set_num_threads(config.num_threads())
             _library = lib
     return _library
+
+
+def _check_age(lib: ctypes.CDLL) -> None:
+    """Raise ImportError in a checkout whose sources have changed since: the library could give other numbers."""
+    paths = sorted(path for path in source_folder().iterdir() if path.suffix in (".h", ".inc", ".cpp"))
+    if not any(path.suffix == ".cpp" for path in paths):
+        return  # an installed package, without its sources
+    known = None
+    if hasattr(lib, "aps_sources"):
+        lib.aps_sources.restype = ctypes.c_char_p
+        known = lib.aps_sources().decode()
+    content = "\0".join(f"{path.name}\0{path.read_text()}" for path in paths)
+    if known != hashlib.sha256(content.encode()).hexdigest()[:16]:
+        raise ImportError(
+            "horovod_aps: the CPU kernel library was built from other sources than these; build it again: "
+            "make setup, or pip install -e . --no-build-isolation"
+        )
 
 
 def set_num_threads(n: int) -> None:

@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from horovod_aps.kernels.sources import source_folder
 from horovod_aps.log import logger
 
 OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false")  # a fused multiply-add would change the last bit
@@ -30,13 +31,6 @@ class Nvrtc(Protocol):
     def getCUBIN(self, prog: Any) -> bytes: ...  # noqa: N802
     def getProgramLog(self, prog: Any) -> str: ...  # noqa: N802
     def destroyProgram(self, prog: Any) -> None: ...  # noqa: N802
-
-
-def source_folder() -> Path:
-    """Return the folder with aps_kernels.cu and its headers, in a wheel or in a checkout."""
-    package = import_module("horovod_aps.cuda")
-    assert package.__file__ is not None
-    return Path(package.__file__).parent
 
 
 def binding_of(device: Any) -> Nvrtc:

@@ -80,7 +80,11 @@ class Kernels(Protocol):
         ...
 
     def encode(self, segs: Table, message: Message, seed: int | None = None) -> None:
-        """Write round(x * 2^(emax - E)) of every element, saturating; a seed makes it stochastic."""
+        """Write round(x * 2^(emax - E)) of every element, saturating.
+
+        A seed makes it stochastic, except for segments that have the flag NEAREST; so it does in `reduce`, and so does
+        `stochastic` in `scan`.
+        """
         ...
 
     def reduce(

@@ -1,8 +1,8 @@
 """PyTorch frontend: `hvd.DistributedOptimizer(..., compression=APSCompressor(e=4, m=3))`."""
 
 from horovod_aps.frontends import idle
-from horovod_aps.torch.compressor import APSCompressor
+from horovod_aps.torch.compressor import APSCompressor, PackedCompressor
 
-__all__ = ["APSCompressor"]
+__all__ = ["APSCompressor", "PackedCompressor"]
 
 idle.choose()  # before hvd.init() starts MPI

@@ -1,4 +1,4 @@
-"""APSCompressor for PyTorch: Horovod's Compressor interface on one side, the exchange on the other."""
+"""The compressors for PyTorch: Horovod's Compressor interface on one side, the exchange on the other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from horovod_aps.engine.exchange import Exchange
 from horovod_aps.engine.layer import Layer
 from horovod_aps.errors import LostPeer
 from horovod_aps.frontends import checks
-from horovod_aps.frontends.compressor import BaseCompressor
+from horovod_aps.frontends.compressor import BaseCompressor, ByBits
 from horovod_aps.frontends.reducer import Reducer, ReducerKey
 from horovod_aps.frontends.tensors import DTYPE_CODES, with_tensors
 from horovod_aps.frontends.world import link, mpi_usable, process_set_of
@@ -69,7 +69,7 @@ class _Batch:
         return len(self.members)
 
 
-class APSCompressor(BaseCompressor, Compressor):
+class PackedCompressor(BaseCompressor, Compressor):
     __doc__ = BaseCompressor.__doc__
 
     def _start(self) -> None:
@@ -322,6 +322,10 @@ class APSCompressor(BaseCompressor, Compressor):
             if isinstance(tickets, TicketOffice) and batch.group is None:
                 tickets.take_back()
             raise
+
+
+class APSCompressor(ByBits, PackedCompressor):
+    __doc__ = BaseCompressor.__doc__
 
 
 class _Gate:

@@ -104,10 +104,11 @@ class Room:
         self._memory = memory
         self._n_visits = self._n_pieces = 0  # that have been given numbers
         self._part = self._slot = 0  # bytes
-        self._front = LINE + N_FLAGS * N_SLOTS * n_places * LINE  # bytes: the mark and the flags
+        self._front = 2 * LINE + N_FLAGS * N_SLOTS * n_places * LINE  # bytes: the mark, the bell and the flags
         memory.grow(self._front)
         self._flags = memory.array(LINE, self._front - LINE)
-        self._address = self._flags.ctypes.data
+        self._bell = self._flags.ctypes.data
+        self._address = self._bell + LINE
         self._mine = np.zeros((N_FLAGS, N_SLOTS), np.int64)  # what this rank's flags say
 
     def visit(self, need: Need) -> Visit:
@@ -120,7 +121,16 @@ class Room:
     def set(self, flag: int, slot: int, value: int) -> None:
         """Let the others see what was written before."""
         self._mine[flag, slot] = value
-        library().aps_set_flag(self._address + self._line(flag, slot, self.place), value)
+        first = self._address + self._line(flag, slot, 0)
+        library().aps_set_flag(first, self.n_places, LINE, self.place, value, self._bell)
+
+    def heard(self) -> int:
+        """How often all ranks have come to the same point, for `rest`."""
+        return int(library().aps_bell(self._bell))
+
+    def rest(self, heard: int, seconds: float) -> None:
+        """Sleep until they do so once more than `heard`, or for so long."""
+        library().aps_rest(self._bell, heard, int(seconds * 1e9))
 
     def mine(self, flag: int, slot: int) -> int:
         return int(self._mine[flag, slot])

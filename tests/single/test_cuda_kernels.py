@@ -51,6 +51,7 @@ def make_bucket(rng: np.random.Generator, n_rows: int) -> tuple[np.ndarray, list
         array = bits_of(values, dtype)
         exp_bits, man_bits = FORMATS[rng.integers(len(FORMATS))]
         flags = K.SPECIALS if rng.random() < 0.6 else 0
+        flags |= K.NEAREST if rng.random() < 0.2 else 0
         is_raw = rng.random() < 0.1
         row["family"] = K.FAMILY_RAW if is_raw else K.FAMILY_FLOAT
         row["data"], row["n"], row["offset"] = array.ctypes.data, n, offset

@@ -13,6 +13,7 @@ import reference
 
 from horovod_aps import kernels as K
 from horovod_aps.formats import FloatFormat
+from horovod_aps.kernels import native
 
 FORMATS = [
     (4, 3, 1), (5, 2, 1), (5, 2, 0), (3, 0, 1), (3, 0, 0), (3, 2, 0), (2, 1, 0), (1, 2, 1), (1, 6, 0),
@@ -528,3 +529,19 @@ def test_kernels_refuse_exponents_that_no_layer_has(exponent: int) -> None:
     ):
         with pytest.raises(ValueError, match=r"the exponent must be in -4096\.\.4096.* \(segment 0\)"):
             call()
+
+
+def test_library_of_other_sources_is_refused(tmp_path, monkeypatch):
+    """An old one could give other numbers, or read another record."""
+    for path in native.source_folder().iterdir():
+        if path.is_file():
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(native, "source_folder", lambda: tmp_path)
+    native._check_age(native.library())
+    with open(tmp_path / "aps_scalar.h", "a") as file:
+        file.write("// changed\n")
+    with pytest.raises(ImportError, match="built from other sources.*make setup"):
+        native._check_age(native.library())
+    for path in tmp_path.glob("*.cpp"):  # as installed without them
+        path.unlink()
+    native._check_age(native.library())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from horovod_aps.engine.reductions import two_level
 from horovod_aps.options import Options
 from horovod_aps.transports import hosts as hosts_module
 from horovod_aps.transports.hosts import group, why_not
-from horovod_aps.transports.memory import HostMemory, Need, Room
+from horovod_aps.transports.memory import WRITTEN, HostMemory, Need, Room
 
 LAYOUTS = [(2, 2), (2, 4), (2, 3), (3, 2), (4, 2)]
 
@@ -311,3 +312,17 @@ def test_ranks_at_any_speed_never_meet_wrong_content(seed: int) -> None:
             job[1] = next(job[0], None)
             if job[1] is None:
                 jobs.remove(job)
+
+
+def test_a_resting_rank_wakes_when_all_have_come() -> None:
+    memory = HostMemory.make()
+    rooms = [Room(memory if place == 0 else HostMemory.open(memory.name), place, 2) for place in range(2)]
+    heard = rooms[0].heard()
+    rooms[0].set(WRITTEN, 0, 1)
+    assert rooms[0].heard() == heard  # the other is not there yet
+    sleeper = threading.Thread(target=rooms[0].rest, args=(heard, 600.0), daemon=True)
+    sleeper.start()
+    rooms[1].set(WRITTEN, 0, 1)
+    sleeper.join(60.0)
+    assert not sleeper.is_alive() and rooms[0].heard() == heard + 1
+    rooms[0].rest(heard, 600.0)  # it has rung since
