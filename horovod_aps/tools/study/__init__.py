@@ -61,7 +61,7 @@ def add_parser(subparsers: Any) -> None:
     add("--measure-links", nargs="+", type=check_link, help="measure on these links only (default: those of --links)")
     add("--script", help="a command that trains, run once per method; see docs/study.md")
     add("--metric", default="accuracy", help="the word before the accuracy in the script's output (default: accuracy)")
-    add("--target", type=_share, default=0.95, help="accuracy to reach, in 0..1 (default: 0.95)")
+    add("--target", type=_share, default=0.9, help="accuracy to reach, in 0..1 (default: 0.9)")
     add("--tolerance", type=_share, default=0.01, help="accuracy that a format may lose (default: 0.01)")
     add("--epochs", type=predict.parse_count, default=8, help="of the small networks (default: 8)")
     add("--seed", type=int, default=1, help="of the small networks (default: 1)")

@@ -124,17 +124,24 @@ def answer(
     sentences, helps, chosen = _at_links(mine, safe)
     parts = ["Low precision helps: " if helps else "Low precision does not help: "]
     parts.append("; ".join(sentences) + ".")
-    if chosen:
+    if chosen and safe:
         parts.append(f" Take {chosen} ({bits_of(chosen):.3g} bits) on the slowest link.")
+    elif chosen:
+        parts.append(
+            f" {chosen} ({bits_of(chosen):.3g} bits) is the fastest on the slowest link, its accuracy unknown."
+        )
     if any(place.kind == "predicted" for place in mine) and helps:
         methods = sorted({name for cells in mine.values() for name in cells} - {"fp32"}, key=bits_of)
-        ends = [(name, stops(network, name, ranks, launcher)) for name in methods]
-        parts.append(f" It stops helping (predicted) from these rates on: {', '.join(_end(*one) for one in ends)}.")
+        ends: dict[str, list[str]] = {}
+        for name in methods:
+            ends.setdefault(_rate(stops(network, name, ranks, launcher)), []).append(name)
+        shown = "; ".join(f"{rate}: {', '.join(names)}" for rate, names in ends.items())
+        parts.append(f" It stops helping (predicted) from these rates on: {shown}.")
     parts.append(f" {safe}" if safe else " Accuracy was not measured: nothing like it was trained.")
     return Answer(network, ranks, launcher, helps, "".join(parts))
 
 
-def _end(method: str, rate: float | None) -> str:
-    if rate is None:
-        return f"{method} never helps"
-    return f"{method} {'at no rate' if math.isinf(rate) else f'{rate:.3g} Gbit/s'}"
+def _rate(value: float | None) -> str:
+    if value is None:
+        return "never helps"
+    return "at no rate" if math.isinf(value) else f"{value:.2g} Gbit/s"

@@ -1,4 +1,4 @@
-"""Measured cells: real launches, of gradients of a network's shapes, of small networks that train, of a user's script."""
+"""Measured cells: launches of gradients of a network's shapes, of small networks that train, of a user's script."""
 
 from __future__ import annotations
 

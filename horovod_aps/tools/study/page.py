@@ -20,7 +20,8 @@ HEADERS = (
 _STYLE = """
 .measured { background: #2ca02c33; } .predicted { background: #1f77b433; }
 .measured, .predicted { border-radius: 4px; padding: 0 .5em; font-size: .8em; }
-.plots { display: flex; flex-wrap: wrap; gap: 1.5em; } svg text { font: 11px system-ui, sans-serif; fill: currentColor; }
+.plots { display: flex; flex-wrap: wrap; gap: 1.5em; }
+svg text { font: 11px system-ui, sans-serif; fill: currentColor; }
 """
 
 
