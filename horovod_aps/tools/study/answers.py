@@ -127,9 +127,7 @@ def answer(
     if chosen and safe:
         parts.append(f" Take {chosen} ({bits_of(chosen):.3g} bits) on the slowest link.")
     elif chosen:
-        parts.append(
-            f" {chosen} ({bits_of(chosen):.3g} bits) is the fastest on the slowest link, its accuracy unknown."
-        )
+        parts.append(f" {chosen} ({bits_of(chosen):.3g} bits) is fastest on the slowest link, its accuracy unknown.")
     if any(place.kind == "predicted" for place in mine) and helps:
         methods = sorted({name for cells in mine.values() for name in cells} - {"fp32"}, key=bits_of)
         ends: dict[str, list[str]] = {}
