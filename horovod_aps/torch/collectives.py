@@ -272,8 +272,7 @@ class _Room:
         """Exchange layers; on return their targets are filled. ValueError on all ranks if they mean something else."""
         with self._lock:
             exchange, ticket = self.exchange, self._open()
-            if exchange.transport is None:
-                exchange.gate = partial(self._meet, ticket)
+            exchange.gate = partial(self._meet, ticket)  # nothing is said before all ranks are known to be there
             exchange.options, exchange.choose_reduction = options, partial(_reduction, reduction)
             try:
                 with exchange.context():
@@ -293,6 +292,7 @@ class _Room:
                     ticket.check()
                 except ValueError:
                     self.exchange.forget()
+                    self._number -= 1  # they have not opened this one
                     raise ValueError(
                         f"{self.exchange.options.who}: {len(self._members) - ticket.word(PRESENT)} of "
                         f"{len(self._members)} ranks are in hvd.join(); all must take part"
