@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import os
 from typing import Any
+
+from horovod_aps import config
 
 METHOD = "HOROVOD_APS_STUDY_METHOD"
 
@@ -19,7 +20,7 @@ def compression(default: str = "fp32", framework: str = "torch", **options: Any)
     """
     if framework not in ("torch", "tensorflow", "keras"):
         raise ValueError(f"compression: framework must be torch, tensorflow or keras, got {framework!r}")
-    method = os.environ.get(METHOD, default)
+    method = config.study_method(default)
     if method in ("fp32", "fp16"):
         horovod = importlib.import_module(f"horovod.{framework}")
         return horovod.Compression.none if method == "fp32" else horovod.Compression.fp16
