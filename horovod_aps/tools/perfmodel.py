@@ -220,8 +220,19 @@ class Machine:
         exact = self.kernels.get(f"{exp_bits},{man_bits}")
         if exact is not None:
             return exact
-        width = exp_bits + man_bits
-        return self.kernels[min(self.kernels, key=lambda key: abs(sum(map(int, key.split(","))) - width))]
+        return self._nearest(1 + exp_bits + man_bits)
+
+    def rates_of(self, wire_format: Format) -> KernelRates:
+        """Rates of any format: those under its text, else of the measured (e, m) whose width is nearest."""
+        if isinstance(wire_format, FloatFormat):
+            return self.kernel_rates(wire_format.exp_bits, wire_format.man_bits)
+        return self.kernels.get(str(wire_format)) or self._nearest(wire_format.bits)
+
+    def _nearest(self, bits: int) -> KernelRates:
+        pairs = {key: 1 + sum(map(int, key.split(","))) for key in self.kernels if "," in key}
+        if not pairs:
+            raise ValueError(f"Machine: kernels must hold the rates of an (e, m), got {', '.join(self.kernels)}")
+        return self.kernels[min(pairs, key=lambda key: abs(pairs[key] - bits))]
 
     def slowdown(self, n_ranks: int) -> float:
         """How much slower cpu stages are than when calibrated, if all ranks share the same cores."""
@@ -414,8 +425,7 @@ def predict_exchange(
 ) -> Prediction:
     """Our packed exchange: one all-gather for two ranks, all-to-all and all-gather for more.
 
-    `wire_format` may be of any family, instead of exp_bits and man_bits; its kernels are taken for as fast as those of
-    the measured FloatFormat of the nearest width, which its own may not be.
+    In (e, m), or in any other `wire_format`.
 
     Flat, a host with k ranks sends k times the bytes; in two levels, which "auto" takes where it can, those of one
     rank. Kernels run in the thread that runs backward, between layers; how much of the rest of the possible overlap
@@ -426,8 +436,7 @@ def predict_exchange(
     if n_ranks == 1:
         return Prediction(backward, 0.0, 0.0, 0.0, 0.0)
     slow = machine.slowdown(n_ranks)
-    network = _shared(network, machine, n_ranks)
-    wire_format = wire_format or FloatFormat(exp_bits, man_bits)
+    network, wire_format = _shared(network, machine, n_ranks), wire_format or FloatFormat(exp_bits, man_bits)
     specs = [LayerSpec("", (size,), 0, wire_format) for size in reversed(sizes)]
     rank, in_a_row = _Rank(), 0.0
     wire = cpu = sent = left_host = 0.0
@@ -458,20 +467,6 @@ _Jobs = tuple[list[list[tuple[str, float]]], float, float]
 """The stages of a bucket's parts, and the bytes that leave a rank and its host."""
 
 
-def _rates(machine: Machine, fmt: Format) -> KernelRates:
-    if isinstance(fmt, FloatFormat):
-        return machine.kernel_rates(fmt.exp_bits, fmt.man_bits)
-    return machine.kernel_rates(fmt.bits - 1, 0)
-
-
-def _bytes_of(specs: Sequence[LayerSpec], group: Sequence[int]) -> float:
-    """Bytes of a bucket's layers, scales of blocks included."""
-    return sum(
-        specs[layer].n_elements * specs[layer].format.bits / 8 + specs[layer].format.side_bytes(specs[layer].n_elements)
-        for layer in group
-    )
-
-
 def _flat_jobs(
     specs: Sequence[LayerSpec],
     group: Sequence[int],
@@ -481,12 +476,12 @@ def _flat_jobs(
     wire_format: Format,
 ) -> _Jobs:
     """One bucket of the flat exchange."""
-    rates, slow = _rates(machine, wire_format), machine.slowdown(n_ranks)
+    rates, slow = machine.rates_of(wire_format), machine.slowdown(n_ranks)
     n = sum(specs[layer].n_elements for layer in group)
     grad = slow * 4 * n
     stages = [("cpu", grad / rates.scan), ("delay", network.small(n_ranks))]
     if n_ranks > 2:
-        message = _bytes_of(specs, group)
+        message = n * wire_format.bits / 8 + wire_format.side_bytes(n)
         part = message / n_ranks
         phase = network.direct(part, n_ranks)
         stages += [("cpu", grad / rates.encode), ("wire", phase), ("cpu", grad / rates.reduce), ("wire", phase)]
@@ -522,11 +517,11 @@ def _two_level_jobs(
     wire_format: Format,
 ) -> _Jobs:
     """One bucket in two levels."""
-    rates, slow = _rates(machine, wire_format), machine.slowdown(n_ranks)
+    rates, slow = machine.rates_of(wire_format), machine.slowdown(n_ranks)
     local = network.ranks_per_host
     hosts = n_ranks // local
     n = sum(specs[layer].n_elements for layer in group)
-    grad, message = slow * 4 * n, _bytes_of(specs, group)
+    grad, message = slow * 4 * n, n * wire_format.bits / 8 + wire_format.side_bytes(n)
     inside = math.ceil(math.log2(local)) * network.intra_latency
     stages = [
         ("delay", network.small(n_ranks)),
