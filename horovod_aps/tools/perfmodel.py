@@ -561,6 +561,7 @@ def paying_bandwidths(
     low: float = 1e5,
     high: float = 1e12,
     also: Sequence[float] = (),
+    wire_format: Format | None = None,
 ) -> list[tuple[float, float]]:
     """The ranges of bandwidth (bytes/s) in which the exchange beats Horovod in `bits`.
 
@@ -571,7 +572,8 @@ def paying_bandwidths(
     def gain(bandwidth: float) -> float:
         link = replace(network, bandwidth=bandwidth)
         ring = predict_ring(sizes, n_ranks, link, machine, bits, backward).total
-        return ring - predict_exchange(sizes, n_ranks, link, machine, exp_bits, man_bits, backward).total
+        ours = predict_exchange(sizes, n_ranks, link, machine, exp_bits, man_bits, backward, wire_format=wire_format)
+        return ring - ours.total
 
     n_points = 1 + math.ceil(3 * math.log10(high / low))
     points = sorted({low * (high / low) ** (k / (n_points - 1)) for k in range(n_points)} | set(also))

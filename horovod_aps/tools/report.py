@@ -7,6 +7,7 @@ Beside the flow of data: it reads what `compressor.stats()` returns, from a comp
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import html
 import json
@@ -18,10 +19,11 @@ from typing import Any
 import numpy as np
 
 from horovod_aps.engine.statistics import BINS, N_BINS
-from horovod_aps.formats import FloatFormat
+from horovod_aps.formats import FloatFormat, parse
 from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO
 
 N_COLUMNS = 64  # of a heat map
+MANY = 1 << 20  # elements, beside which the end of the last block does not count
 MAX_ERROR = 0.08  # above this a layer is said to profit from another format; (5, 2) gives 0.052 by itself
 MARGIN = 1.05  # for what a histogram does not know: where in its bin a value lies
 MAX_UNDERFLOW = 0.5
@@ -203,9 +205,14 @@ def _bits(text: str) -> tuple[int, int] | None:
     return (int(exp_bits), int(man_bits)) if found and text.startswith("e") else None
 
 
-def _n_bits(text: str) -> int:
+def _n_bits(text: str) -> float:
+    """Bits per element of a format as statistics name it, scales of blocks included; 32 for one unknown here."""
     bits = _bits(text)
-    return 32 if bits is None else 1 + sum(bits)
+    if bits is not None:
+        return 1 + sum(bits)
+    with contextlib.suppress(ValueError):
+        return parse(text).bytes_for(MANY) * 8 / MANY
+    return 32
 
 
 def _cards(stats: Mapping[str, Any]) -> str:
