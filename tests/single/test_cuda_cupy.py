@@ -40,6 +40,11 @@ USED = [  # all that the package asks of CuPy
     "cuda.runtime.memcpyAsync",
     "cuda.runtime.memsetAsync",
     "cuda.runtime.pointerGetAttributes",
+    "cuda.runtime.getDeviceCount",
+    "cuda.runtime.getDeviceProperties",
+    "cuda.runtime.driverGetVersion",
+    "cuda.runtime.runtimeGetVersion",
+    "cuda.runtime.memcpyDeviceToDevice",
     "cuda.runtime.memcpyHostToDevice",
     "cuda.runtime.memcpyDeviceToHost",
     "cuda.function.Module",
@@ -100,7 +105,13 @@ def test_only_what_is_listed_is_asked_of_cupy() -> None:
     """A name that is not compared with the real one would be found wrong on a GPU first."""
     listed = {path for entry in USED for path in (entry, entry.rsplit(".", 1)[0])} | {"cuda.runtime", "cuda.function"}
     root = Path(K.__file__).parent.parent
-    for file in ("kernels/cuda.py", "kernels/memory.py", "kernels/nvrtc.py", "transports/device.py"):
+    for file in (
+        "kernels/cuda.py",
+        "kernels/memory.py",
+        "kernels/nvrtc.py",
+        "transports/device.py",
+        "tools/gpu_check.py",
+    ):
         for name in re.findall(r"\bcuda\.([A-Za-z_]+)\b(?!\.py)", (root / file).read_text()):
             if name not in ("libs", "py"):
                 assert f"cuda.{name}" in listed, f"{file} uses cuda.{name}"
