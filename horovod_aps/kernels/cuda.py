@@ -50,6 +50,7 @@ from horovod_aps.transports.device import DeviceTransport
 TILE = 4096  # elements per tile, as APS_TILE in aps_kernels.cu
 MEASURE_CHUNK = 256  # as APS_MEASURE_CHUNK in aps_codecs.h
 WARP = 32
+FAMILIES = (FAMILY_FLOAT, FAMILY_RAW)  # that have kernels here
 TILE_DTYPE = np.dtype([("segment", np.int64), ("begin", np.int64)])
 
 Rows = npt.NDArray[np.bool_]
@@ -220,6 +221,8 @@ class CudaKernels(Kernels):
 
     def _check(self, function: str, segs: Table, uses_data: bool, length: int) -> None:
         check_segments(function, segs)
+        strange = np.flatnonzero(~np.isin(segs["family"], FAMILIES))
+        raise_on_error(function, 16 * (int(strange[0]) + 1) + 7 if len(strange) else 0)
         status = library().aps_check_segments(segs.ctypes.data, len(segs), int(uses_data), length)
         raise_on_error(function, status)
 
