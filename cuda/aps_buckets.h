@@ -12,6 +12,7 @@
 enum { APS_CHUNK = 256, APS_LANES = 8 };  // order of additions, see aps_tally_chunk
 
 // ---------------------------------------------------------------------------------------------- layout of a segment
+APS_FN bool aps_has_buckets(const ApsSegment& s) { return s.family >= APS_FAMILY_QSGD && s.family < APS_N_FAMILIES; }
 APS_FN int64_t aps_bucket_size(const ApsSegment& s) { return s.block ? (int64_t)s.block : s.n > 0 ? s.n : 1; }
 APS_FN int64_t aps_n_buckets(const ApsSegment& s) {
     const int64_t size = aps_bucket_size(s);
@@ -21,13 +22,20 @@ template <class Codec>
 APS_FN int64_t aps_side_bytes(const ApsSegment& s) {
     return (int64_t)Codec::side_size * Codec::n_sides * aps_n_buckets(s);
 }
-// Messages begin anywhere.
+// Messages begin anywhere, and devices load only what is aligned: otherwise byte by byte, which compilers must not join.
 APS_FN float aps_load_side(const uint8_t* p) {
-    return aps_float((uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24);
+    if ((uint64_t)p % 4 == 0) return aps_float(*(const uint32_t*)p);
+    const volatile uint8_t* bytes = p;
+    uint32_t bits = 0;
+    for (int k = 0; k < 4; ++k) bits |= (uint32_t)bytes[k] << (8 * k);
+    return aps_float(bits);
 }
 APS_FN void aps_store_side(uint8_t* p, float value) {
     const uint32_t bits = aps_bits(value);
-    for (int k = 0; k < 4; ++k) p[k] = (uint8_t)(bits >> (8 * k));
+    volatile uint8_t* bytes = p;
+    if ((uint64_t)p % 4 == 0) *(uint32_t*)p = bits;
+    else
+        for (int k = 0; k < 4; ++k) bytes[k] = (uint8_t)(bits >> (8 * k));
 }
 template <class Codec>
 APS_FN void aps_load_sides(const uint8_t* base, int64_t bucket, float* sides) {

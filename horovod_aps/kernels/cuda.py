@@ -21,7 +21,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from horovod_aps.kernels import nvrtc
+from horovod_aps.kernels import nvrtc, tables
 from horovod_aps.kernels.memory import DeviceArray, PinnedPool, Uploads
 from horovod_aps.kernels.native import library, raise_on_error
 from horovod_aps.kernels.protocol import DONE, Buffer, Kernels, Request
@@ -29,7 +29,11 @@ from horovod_aps.kernels.segments import (
     EXP_NONFINITE,
     EXP_ZERO,
     FAMILY_FLOAT,
+    FAMILY_MX,
+    FAMILY_ONEBIT,
+    FAMILY_QSGD,
     FAMILY_RAW,
+    FAMILY_TABLE,
     FLOAT32,
     FLOAT64,
     NEAREST,
@@ -50,7 +54,8 @@ from horovod_aps.transports.device import DeviceTransport
 TILE = 4096  # elements per tile, as APS_TILE in aps_kernels.cu
 MEASURE_CHUNK = 256  # as APS_MEASURE_CHUNK in aps_codecs.h
 WARP = 32
-FAMILIES = (FAMILY_FLOAT, FAMILY_RAW)  # that have kernels here
+# These have kernels of their own, in aps_kernels_buckets.h.
+BUCKET_FAMILIES = (FAMILY_QSGD, FAMILY_ONEBIT, FAMILY_TABLE, FAMILY_MX)
 TILE_DTYPE = np.dtype([("segment", np.int64), ("begin", np.int64)])
 
 Rows = npt.NDArray[np.bool_]
@@ -99,15 +104,27 @@ def decodes_in_float(segs: Table, factors: np.ndarray, n_in: int, accumulate: in
     return (segs["family"] == FAMILY_RAW) | _is_constant(exponents) | fits
 
 
-def tiles_of(segs: Table, size: int, rows: Rows | None = None) -> npt.NDArray[np.void]:
+def has_buckets(segs: Table) -> Rows:
+    """Which segments have scales of buckets before their codes."""
+    return np.isin(segs["family"], BUCKET_FAMILIES)
+
+
+def bucket_tiles_of(segs: Table, rows: Rows) -> npt.NDArray[np.void]:
+    """The table that cuts the segments in `rows` into tiles of whole buckets, of TILE elements or more."""
+    block = np.where(segs["block"] == 0, np.maximum(segs["n"], 1), segs["block"]).astype(np.int64)
+    return tiles_of(segs, block * -(-TILE // block), rows)
+
+
+def tiles_of(segs: Table, size: int | npt.NDArray[np.int64], rows: Rows | None = None) -> npt.NDArray[np.void]:
     """Return the table that cuts the segments, or those in `rows`, into tiles of `size` elements."""
+    size = np.broadcast_to(size, segs.shape)
     counts = -(-segs["n"] // size)
     if rows is not None:
         counts = np.where(rows, counts, 0)
     tiles = np.empty(int(counts.sum()), dtype=TILE_DTYPE)
     tiles["segment"] = np.repeat(np.arange(len(segs)), counts)
     first = np.cumsum(counts) - counts
-    tiles["begin"] = (np.arange(len(tiles)) - np.repeat(first, counts)) * size
+    tiles["begin"] = (np.arange(len(tiles)) - np.repeat(first, counts)) * np.repeat(size, counts)
     return tiles
 
 
@@ -171,7 +188,7 @@ class CudaKernels(Kernels):
                 self._fetching: deque[tuple[Any, np.ndarray]] = deque()
                 with self.stream:
                     self._uploads = Uploads(cuda, self.stream)
-                self._tiles: dict[tuple[bytes, bytes, int], npt.NDArray[np.void]] = {}
+                self._tiles: dict[tuple[bytes, bytes, int | bytes], npt.NDArray[np.void]] = {}
                 self._is_ready = True
             with self.stream:
                 yield
@@ -199,30 +216,68 @@ class CudaKernels(Kernels):
         still = segs.copy()
         still["exponent"] = 0
         put = self._uploads.put
+        for row in np.flatnonzero(segs["family"] == FAMILY_TABLE):
+            still[row]["first"] = put(tables.table(int(segs[row]["codec"])))
         return np.uint64(put(still)), np.uint64(put(exponents.astype(np.int32)))
 
     def _run(self, name: str, segs: Table, exponents: np.ndarray, common: Rows, rows: Rows, *rest: np.integer) -> None:
-        """Launch an operation: its common kernel on some segments, its wide one on the others."""
+        """Launch an operation: its common kernel on some segments, its wide one on the others, or that for buckets."""
         table = self._table(segs, exponents)
-        for suffix, mine in (("_kernel", rows & common), ("_wide_kernel", rows & ~common)):
-            tiles = self._tiles_of(segs, mine, TILE)
-            if len(tiles):
-                address = np.uint64(self._uploads.put(tiles))
-                self._launch(name + suffix, len(tiles), *table, address, np.int64(len(tiles)), *rest)
+        own = has_buckets(segs) & (name not in ("scan", "add"))  # these look at no format
+        if own.any() and name in ("encode", "reduce"):
+            of_tables = segs["family"] == FAMILY_TABLE
+            self._launch_tiles(name + "_sides_kernel", table, self._tiles_of(segs, own & ~of_tables, None), *rest)
+            if of_tables.any():
+                self._write_table_scales(name, segs, table, of_tables, ~_is_constant(exponents), *rest)
+        for suffix, mine in (
+            ("_kernel", rows & common & ~own),
+            ("_wide_kernel", rows & ~common & ~own),
+            ("_bucket_kernel", rows & own),
+        ):
+            self._launch_tiles(name + suffix, table, self._tiles_of(segs, mine, TILE), *rest)
         self._uploads.trim()
 
-    def _tiles_of(self, segs: Table, rows: Rows, size: int) -> npt.NDArray[np.void]:
-        key = (segs["n"].tobytes(), rows.tobytes(), size)
+    def _write_table_scales(
+        self,
+        name: str,
+        segs: Table,
+        table: tuple[np.uint64, np.uint64],
+        rows: Rows,
+        usual: Rows,
+        *rest: np.integer,
+    ) -> None:
+        """The largest magnitudes of whole segments: many blocks look for them, as a scan does."""
+        top = self._zeroed(len(segs), np.uint64)
+        where = np.uint64(top.ptr)
+        if name == "encode":
+            wide, message = segs["dtype"] == FLOAT64, rest[0]
+            for kernel, mine in (("scan_kernel", ~wide), ("scan_wide_kernel", wide)):
+                self._launch_tiles(kernel, table, self._tiles_of(segs, rows & usual & mine, TILE), where)
+        else:
+            message = rest[3]
+            tiles = self._tiles_of(segs, rows & usual, TILE)
+            self._launch_tiles("reduce_scan_bucket_kernel", table, tiles, rest[0], rest[1], where)
+        tiles = self._tiles_of(segs, rows, None)
+        self._launch_tiles("table_sides_kernel", table, tiles, where, message, np.int32(name == "reduce"))
+
+    def _launch_tiles(
+        self, name: str, table: tuple[np.uint64, np.uint64], tiles: np.ndarray, *rest: np.integer
+    ) -> None:
+        if len(tiles):
+            address = np.uint64(self._uploads.put(tiles))
+            self._launch(name, len(tiles), *table, address, np.int64(len(tiles)), *rest)
+
+    def _tiles_of(self, segs: Table, rows: Rows, size: int | None) -> npt.NDArray[np.void]:
+        """Tiles of so many elements; None: of whole buckets."""
+        key = (segs["n"].tobytes(), rows.tobytes(), segs["block"].tobytes() if size is None else size)
         if key not in self._tiles:
             if len(self._tiles) >= 1024:
                 self._tiles.clear()
-            self._tiles[key] = tiles_of(segs, size, rows)
+            self._tiles[key] = bucket_tiles_of(segs, rows) if size is None else tiles_of(segs, size, rows)
         return self._tiles[key]
 
     def _check(self, function: str, segs: Table, uses_data: bool, length: int) -> None:
         check_segments(function, segs)
-        strange = np.flatnonzero(~np.isin(segs["family"], FAMILIES))
-        raise_on_error(function, 16 * (int(strange[0]) + 1) + 7 if len(strange) else 0)
         status = library().aps_check_segments(segs.ctypes.data, len(segs), int(uses_data), length)
         raise_on_error(function, status)
 
@@ -308,7 +363,7 @@ class CudaKernels(Kernels):
         self._check("scan", segs, True, -1)
         with self.at_work():
             top = self._zeroed(len(segs), np.uint64)
-            rows = segs["family"] == FAMILY_FLOAT
+            rows = (segs["family"] == FAMILY_FLOAT) | has_buckets(segs)
             unused = np.zeros(len(segs), np.int32)
             self._run("scan", segs, unused, segs["dtype"] != FLOAT64, rows, np.uint64(top.ptr))
             event, found = self._fetch(top.ptr, top.nbytes)
@@ -364,7 +419,7 @@ class CudaKernels(Kernels):
             return DONE
         with self.at_work():
             top = self._zeroed(len(segs), np.uint64)
-            rows = (segs["family"] == FAMILY_FLOAT) & ~_is_constant(segs["exponent"])
+            rows = ((segs["family"] == FAMILY_FLOAT) | has_buckets(segs)) & ~_is_constant(segs["exponent"])
             sources = np.uint64(self._uploads.put(addresses))
             arguments = (sources, np.int32(len(inputs)), np.uint64(top.ptr))
             self._run("reduce_scan", segs, segs["exponent"], in_float, rows, *arguments)
@@ -413,7 +468,9 @@ class CudaKernels(Kernels):
             arguments = (np.uint64(self._uploads.put(chunks)), np.int64(len(chunks)))
             n_blocks = -(-len(chunks) // self.block)
             table = self._table(segs, segs["exponent"])
-            self._launch("measure_kernel", n_blocks, *table, *arguments, np.uint64(address), np.uint64(out.ptr))
+            rest = (*table, *arguments, np.uint64(address), np.uint64(out.ptr))
+            for name in ("measure_kernel", "measure_bucket_kernel") if has_buckets(segs).any() else ("measure_kernel",):
+                self._launch(name, n_blocks, *rest)
             parts = self._read(out).view(np.float64).reshape(-1, 4)
         bounds = np.concatenate(([0], np.cumsum(-(-segs["n"] // MEASURE_CHUNK))))
         for k in range(len(segs)):

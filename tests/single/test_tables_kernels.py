@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import test_buckets_kernels as buckets
+import test_cuda_kernels
 from test_buckets_kernels import variant as variant
 
 from horovod_aps import kernels as K
@@ -87,3 +88,19 @@ def test_sums_that_keep_their_exponent_tell_zero_and_nan_by_the_scale(fmt, value
     assert np.array_equal(total, fmt.encode_segment(doubled.astype(np.float64), 0, None)) and segs["exponent"] == 0
     K.CpuKernels().decode(segs, [total])
     assert np.isnan(x).all() if np.isnan(wanted) else not x.any()
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize("keep", [False, True])
+def test_cuda_kernels_give_the_bits_of_the_cpu(seed: int | None, keep: bool, monkeypatch) -> None:
+    """On the stand-in, with segments of all dtypes, sizes and scales of every format here."""
+    monkeypatch.setattr(test_cuda_kernels, "BUCKETS", FORMATS)
+    rng = np.random.default_rng([3, keep])
+    for _ in range(2):
+        segs, arrays, length = test_cuda_kernels.make_bucket(rng, 40, share=0.9)
+        arguments = (segs, arrays, length, seed, 0, keep)
+        expected = test_cuda_kernels.run_all(test_cuda_kernels.Cpu(), *arguments)
+        got = test_cuda_kernels.run_all(test_cuda_kernels.Gpu(96, 3), *arguments)
+        for index, (wanted, found) in enumerate(zip(expected, got, strict=True)):
+            same = np.array_equal(wanted, found, equal_nan=True) if index == 5 else wanted.tobytes() == found.tobytes()
+            assert same, f"result {index}"
