@@ -41,7 +41,7 @@ struct ApsOneBitCodec {
 
     struct Scale {
         float means[2];
-        APS_METHOD float value(uint32_t code) const { return means[code & 1u]; }
+        APS_METHOD float value(uint32_t code) const { return code & 1u ? means[1] : means[0]; }
     };
     APS_METHOD Scale scale(const float* sides) const {
         Scale s;
