@@ -4,6 +4,8 @@
 // family of formats and the instruction set. The loops are in aps_cpu_*.inc, the arithmetic of one element in
 // aps_codecs.h and aps_scalar.h. Every function returns 0, or 16 * (segment + 1) + reason.
 #include "aps_codecs.h"
+#include "aps_onebit.h"
+#include "aps_qsgd.h"
 
 #include <limits.h>
 #include <stdlib.h>

@@ -11,6 +11,8 @@
 // Exponents come beside the table, which stays the same from step to step. Compile with --fmad=false and without
 // flush-to-zero: either would change the last bit.
 #include "aps_codecs.h"
+#include "aps_onebit.h"
+#include "aps_qsgd.h"
 
 struct ApsTile {
     int64_t segment, begin;
@@ -600,9 +602,12 @@ __global__ void measure_kernel(const ApsSegment* segs, const int32_t* exponents,
     const int64_t step = (int64_t)gridDim.x * blockDim.x;
     for (int64_t c = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; c < n_chunks; c += step) {
         APS_SEGMENT(c)
+        if (aps_has_buckets(s)) continue;
         const int64_t end = begin + APS_MEASURE_CHUNK < s.n ? begin + APS_MEASURE_CHUNK : s.n;
         APS_BY_FAMILY(s, aps_measure_chunk(s, Tile(s), message + s.offset, begin, end, out + 4 * c))
     }
 }
 
 }  // extern "C"
+
+#include "aps_kernels_buckets.h"

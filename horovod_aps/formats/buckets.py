@@ -161,7 +161,7 @@ class BucketFormat(Format):
 
     def _encode(self, values: Floats, random: Random) -> tuple[Codes, Floats]:
         """Codes, and scales of shape (buckets,) or (buckets, n_sides)."""
-        n, block = values.size, self.block or max(values.size, 1)
+        n, block = values.size, self._block_of(values.size)
         n_buckets = self.n_buckets(n)
         padded = np.zeros(n_buckets * block, np.float32)
         padded[:n] = values
@@ -180,7 +180,11 @@ class BucketFormat(Format):
 
     def _spread(self, scales: Floats, n: int) -> Floats:
         """The scales of the bucket of each element."""
-        return np.repeat(scales, self.block or max(n, 1), axis=0)[:n]
+        return np.repeat(scales, self._block_of(n), axis=0)[:n]
+
+    def _block_of(self, n: int) -> int:
+        """Elements of a bucket, of n at most."""
+        return max(min(self.block or n, n), 1)
 
     def _split(self, data: Bytes, n: int) -> tuple[Codes, Floats]:
         sides = self.side_bytes(n)

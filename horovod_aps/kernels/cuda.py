@@ -31,6 +31,8 @@ from horovod_aps.kernels.segments import (
     EXP_NONFINITE,
     EXP_ZERO,
     FAMILY_FLOAT,
+    FAMILY_ONEBIT,
+    FAMILY_QSGD,
     FAMILY_RAW,
     FLOAT32,
     FLOAT64,
@@ -53,6 +55,7 @@ from horovod_aps.transports.device import DeviceTransport
 TILE = 4096  # elements per tile, as APS_TILE in aps_kernels.cu
 MEASURE_CHUNK = 256  # as APS_MEASURE_CHUNK in aps_codecs.h
 WARP = 32
+BUCKET_FAMILIES = (FAMILY_QSGD, FAMILY_ONEBIT)  # have kernels of their own, in aps_kernels_buckets.h
 TILE_DTYPE = np.dtype([("segment", np.int64), ("begin", np.int64)])
 # Bytes between the fields of a segment, which have any content: a table that is there already would be sent again.
 HOLES = np.setdiff1d(
@@ -106,15 +109,27 @@ def decodes_in_float(segs: Table, factors: np.ndarray, n_in: int, accumulate: in
     return (segs["family"] == FAMILY_RAW) | _is_constant(exponents) | fits
 
 
-def tiles_of(segs: Table, size: int, rows: Rows | None = None) -> npt.NDArray[np.void]:
+def has_buckets(segs: Table) -> Rows:
+    """Which segments have scales of buckets before their codes."""
+    return np.isin(segs["family"], BUCKET_FAMILIES)
+
+
+def bucket_tiles_of(segs: Table, rows: Rows) -> npt.NDArray[np.void]:
+    """The table that cuts the segments in `rows` into tiles of whole buckets, of TILE elements or more."""
+    block = np.where(segs["block"] == 0, np.maximum(segs["n"], 1), segs["block"]).astype(np.int64)
+    return tiles_of(segs, block * -(-TILE // block), rows)
+
+
+def tiles_of(segs: Table, size: int | npt.NDArray[np.int64], rows: Rows | None = None) -> npt.NDArray[np.void]:
     """Return the table that cuts the segments, or those in `rows`, into tiles of `size` elements."""
+    size = np.broadcast_to(size, segs.shape)
     counts = -(-segs["n"] // size)
     if rows is not None:
         counts = np.where(rows, counts, 0)
     tiles = np.empty(int(counts.sum()), dtype=TILE_DTYPE)
     tiles["segment"] = np.repeat(np.arange(len(segs)), counts)
     first = np.cumsum(counts) - counts
-    tiles["begin"] = (np.arange(len(tiles)) - np.repeat(first, counts)) * size
+    tiles["begin"] = (np.arange(len(tiles)) - np.repeat(first, counts)) * np.repeat(size, counts)
     return tiles
 
 
@@ -181,7 +196,7 @@ class CudaKernels(Kernels):
                 for stream in (self.stream, self.front):
                     with stream:
                         self._uploads_of[stream.ptr] = Uploads(cuda, stream)
-                self._tiles: dict[tuple[bytes, bytes, int], npt.NDArray[np.void]] = {}
+                self._tiles: dict[tuple[bytes, bytes, int | bytes], npt.NDArray[np.void]] = {}
                 self._is_ready = True
             with self._active:
                 yield
@@ -225,21 +240,33 @@ class CudaKernels(Kernels):
         return np.uint64(put(still)), np.uint64(put(exponents.astype(np.int32)))
 
     def _run(self, name: str, segs: Table, exponents: np.ndarray, common: Rows, rows: Rows, *rest: np.integer) -> None:
-        """Launch an operation: its common kernel on some segments, its wide one on the others."""
+        """Launch an operation: its common kernel on some segments, its wide one on the others, or that for buckets."""
         table = self._table(segs, exponents)
-        for suffix, mine in (("_kernel", rows & common), ("_wide_kernel", rows & ~common)):
-            tiles = self._tiles_of(segs, mine, TILE)
-            if len(tiles):
-                address = np.uint64(self._uploads.put(tiles))
-                self._launch(name + suffix, len(tiles), *table, address, np.int64(len(tiles)), *rest)
+        own = has_buckets(segs) & (name not in ("scan", "add"))  # these look at no format
+        if own.any() and name in ("encode", "reduce"):
+            self._launch_tiles(name + "_sides_kernel", table, self._tiles_of(segs, own, None), *rest)
+        for suffix, mine in (
+            ("_kernel", rows & common & ~own),
+            ("_wide_kernel", rows & ~common & ~own),
+            ("_bucket_kernel", rows & own),
+        ):
+            self._launch_tiles(name + suffix, table, self._tiles_of(segs, mine, TILE), *rest)
         self._uploads.trim()
 
-    def _tiles_of(self, segs: Table, rows: Rows, size: int) -> npt.NDArray[np.void]:
-        key = (segs["n"].tobytes(), rows.tobytes(), size)
+    def _launch_tiles(
+        self, name: str, table: tuple[np.uint64, np.uint64], tiles: np.ndarray, *rest: np.integer
+    ) -> None:
+        if len(tiles):
+            address = np.uint64(self._uploads.put(tiles))
+            self._launch(name, len(tiles), *table, address, np.int64(len(tiles)), *rest)
+
+    def _tiles_of(self, segs: Table, rows: Rows, size: int | None) -> npt.NDArray[np.void]:
+        """Tiles of so many elements; None: of whole buckets."""
+        key = (segs["n"].tobytes(), rows.tobytes(), segs["block"].tobytes() if size is None else size)
         if key not in self._tiles:
             if len(self._tiles) >= 1024:
                 self._tiles.clear()
-            self._tiles[key] = tiles_of(segs, size, rows)
+            self._tiles[key] = bucket_tiles_of(segs, rows) if size is None else tiles_of(segs, size, rows)
         return self._tiles[key]
 
     def _check(self, function: str, segs: Table, uses_data: bool, length: int) -> None:
@@ -332,7 +359,7 @@ class CudaKernels(Kernels):
         self._check("scan", segs, True, -1)
         with self.at_work():
             top = self._zeroed(len(segs), np.uint64)
-            rows = segs["family"] == FAMILY_FLOAT
+            rows = (segs["family"] == FAMILY_FLOAT) | has_buckets(segs)
             unused = np.zeros(len(segs), np.int32)
             self._run("scan", segs, unused, segs["dtype"] != FLOAT64, rows, np.uint64(top.ptr))
             event, found = self._fetch(top.ptr, top.nbytes)
@@ -391,7 +418,7 @@ class CudaKernels(Kernels):
             return DONE
         with self.at_work():
             top = self._zeroed(len(segs), np.uint64)
-            rows = (segs["family"] == FAMILY_FLOAT) & ~_is_constant(segs["exponent"])
+            rows = ((segs["family"] == FAMILY_FLOAT) | has_buckets(segs)) & ~_is_constant(segs["exponent"])
             sources = np.uint64(self._uploads.put(addresses))
             arguments = (sources, np.int32(len(inputs)), np.uint64(top.ptr))
             self._run("reduce_scan", segs, segs["exponent"], in_float, rows, *arguments)
@@ -442,7 +469,9 @@ class CudaKernels(Kernels):
             arguments = (np.uint64(self._uploads.put(chunks)), np.int64(len(chunks)))
             n_blocks = -(-len(chunks) // self.block)
             table = self._table(segs, segs["exponent"])
-            self._launch("measure_kernel", n_blocks, *table, *arguments, np.uint64(address), np.uint64(out.ptr))
+            rest = (*table, *arguments, np.uint64(address), np.uint64(out.ptr))
+            for name in ("measure_kernel", "measure_bucket_kernel") if has_buckets(segs).any() else ("measure_kernel",):
+                self._launch(name, n_blocks, *rest)
             parts = self._read(out).view(np.float64).reshape(-1, 4)
         bounds = np.concatenate(([0], np.cumsum(-(-segs["n"] // MEASURE_CHUNK))))
         for k in range(len(segs)):

@@ -16,7 +16,8 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from horovod_aps.tools import perfmodel, shapes
+from horovod_aps.formats import FloatFormat
+from horovod_aps.tools import modelparallel, perfmodel, shapes
 from horovod_aps.tools.perfmodel import GBIT, Machine, Network
 
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -79,6 +80,13 @@ def add_parser(subparsers: Any) -> None:
     """Add the `predict` subcommand."""
     parser = subparsers.add_parser("predict", help="predict time, speed-up and scaling of APS on a network")
     parser.add_argument(
+        "--scheme",
+        choices=("data-parallel", "model-parallel"),
+        default="data-parallel",
+        help="what ranks exchange: gradients, or activations of fully-connected layers that they share "
+        "(default: data-parallel)",
+    )
+    parser.add_argument(
         "--model",
         default="resnet50",
         help=f"one of {', '.join(shapes.MODELS)}, or module:name of a model of PyTorch or Keras, or of a function that "
@@ -140,6 +148,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--scaling", action="store_true", help="also print scaling from 2 to 1024 ranks")
     parser.add_argument("--plot", type=Path, help="save a plot of time against bandwidth and ranks here")
     parser.add_argument("--json", type=Path, help="save the tables here")
+    modelparallel.add_arguments(parser, parse_count, parse_milliseconds)
     parser.set_defaults(run=run)
 
 
@@ -441,6 +450,8 @@ def run(args: argparse.Namespace) -> int:
         args.assume_defaults,
     )
     links = [nominal(network, b) for b in args.bandwidth] if args.bandwidth else [network]
+    if args.scheme == "model-parallel":
+        return modelparallel.run(args, links, [FloatFormat(e, m) for e, m in args.format])
     times = args.forward_ms / 1e3, args.backward_ms / 1e3
     question = Question(model_sizes(args.model), args.ranks, links, args.format, machine, *times)
     found = forecast(args.model, question)
