@@ -175,8 +175,7 @@ def pytorch_plan(data: Path, folder: Path) -> Plan:
         ),
         "speed": (speed, [*FAST, "--model", "resnet18", *APS]),
         "speed plain": (speed, [*FAST, "--model", "resnet18"]),
-        "split": ("pytorch/pytorch_model_parallel.py", ["--steps", "30", "--format", "e4m3"]),
-        "split plain": ("pytorch/pytorch_model_parallel.py", ["--steps", "30", "--format", "float32"]),
+        "split": ("pytorch/pytorch_model_parallel.py", ["--steps", "40", "--format", "e4m3", "float32"]),
         "wrong folder": (imagenet, [*small, "--train-dir", "/no/such"]),
         "wrong checkpoint": (digits, ["--checkpoint", f"{folder}/image.pt", "--resume"]),
     }
@@ -209,11 +208,12 @@ def test_pytorch_examples_train_on_two_ranks(data: Path, tmp_path: Path, launche
     for name, sent in (("speed", r"APSCompressor\(e=4, m=3\)"), ("speed plain", "none")):
         assert re.search(f"2 ranks, {sent}\n" + r"Images/s per CPU rank: [0-9.]+ \+- [0-9.]+", output[name])
     sent = {}
-    for name in ("split", "split plain"):
-        found = re.search(r"2 ranks, .* ([0-9.]+) MB of activations .* test accuracy ([0-9.]+)%", output[name])
-        assert found is not None and float(found[2]) > 60, output[name]
+    for name in ("e4m3", "float32"):
+        pattern = rf"2 ranks, activations as {name}: .* ([0-9.]+) MB of activations .* test accuracy ([0-9.]+)%"
+        found = re.search(pattern, output["split"])
+        assert found is not None and float(found[2]) > 60, output["split"]
         sent[name] = float(found[1])
-    assert sent["split"] < 0.27 * sent["split plain"]
+    assert sent["e4m3"] < 0.26 * sent["float32"]
     assert "--train-dir /no/such is not a folder" in output["wrong folder"]
     assert "image.pt is no checkpoint of this model" in output["wrong checkpoint"]
     assert (tmp_path / "digits.html").read_text().startswith("<!DOCTYPE html>")

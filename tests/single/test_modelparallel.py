@@ -9,6 +9,7 @@ import pytest
 from horovod_aps.formats import FLOAT32, FloatFormat
 from horovod_aps.tools import cli
 from horovod_aps.tools.modelparallel import SUB_BATCHES, ModelParallel, published, sent_bytes
+from horovod_aps.tools.predict import predict
 
 # For 96 GPUs, by sub-batch: 32 and 8 bits at a step of 104.1 ms, then at 177 ms.
 PUBLISHED = {
@@ -62,6 +63,20 @@ def test_command_takes_the_users_own_figures(capsys, tmp_path) -> None:
     wide, packed = json.loads(out.read_text())["predictions"]
     assert packed["bytes_sent"] == wide["bytes_sent"] / 4 == 2 * 2 * 256 * 4096 / 2
     assert 3 < wide["fc_penalty_ms"] / packed["fc_penalty_ms"] < 10 and packed["speedup"] > wide["speedup"]
+
+
+def test_gradients_are_predicted_in_any_format(tmp_path) -> None:
+    """Oracle: the bytes that the formats' own `bytes_for` tells, and (4, 3) for "e4m3"."""
+    out = tmp_path / "p.json"
+    assert cli.main(f"predict --ranks 2 8 --format 4,3 e4m3 qsgd4 --json {out}".split()) == 0
+    records = json.loads(out.read_text())["predictions"]
+    by_name = {(one["ranks"], one["method"]): one for one in records}
+    for n in (2, 8):
+        pair, text, four = (by_name[n, name] for name in ("aps(4,3)", "e4m3", "qsgd4"))
+        assert pair["total_s"] == text["total_s"] and pair["bytes_sent"] == text["bytes_sent"]
+        assert four["bytes_sent"] / pair["bytes_sent"] == pytest.approx((4 + 32 / 512) / 8, rel=0.01)
+        assert four["total_s"] < pair["total_s"]
+    assert str(predict("resnet50", 2, formats=["qsgd4", (4, 3)])).count("qsgd4") == 2
 
 
 def test_bytes_of_activations_include_scales() -> None:
