@@ -8,7 +8,7 @@
 enum { APS_QSGD_FRACTION = 24 };  // bits of a level that are rounded away
 
 struct ApsQsgdCodec {
-    enum { n_sides = 1 };
+    enum { n_sides = 1, side_size = 4 };
     int width, levels;
     bool is_l2;
     explicit APS_METHOD ApsQsgdCodec(const ApsSegment& s)
@@ -32,7 +32,7 @@ struct ApsQsgdCodec {
         else tally.top = bits > tally.top ? bits : tally.top;
     }
     // The scale: no element exceeds it, since a root is rounded to nearest and the largest is a float32 itself.
-    APS_METHOD void sides(const Tally& tally, int64_t, float* out) const {
+    APS_METHOD void sides(const Tally& tally, int64_t, int, float* out) const {
         out[0] = aps_float(tally.top >= 0x7f800000u ? 0x7fc00000u : tally.top);
         if (!is_l2) return;
 #ifdef __CUDA_ARCH__

@@ -6,6 +6,7 @@ HOROVOD_APS_LOG           debug, info, warning (default) or error; debug prints 
 HOROVOD_APS_TIMELINE      trace.json makes every rank write its phases to trace.rank<r>.json, see `timeline`
 HOROVOD_APS_HOST          the host that this rank counts to in a two-level exchange, default by the machine's name
 HOROVOD_APS_GPU_WAY       how packed bytes leave a GPU: auto (default: NCCL, else MPI, else pinned memory), mpi, pinned
+HOROVOD_APS_STUDY_METHOD  set by `horovod-aps study` for the script that it runs: what `study.compression()` gives
 """
 
 import os
@@ -18,6 +19,7 @@ VARIABLES = {
     "HOROVOD_APS_TIMELINE",
     "HOROVOD_APS_HOST",
     "HOROVOD_APS_GPU_WAY",
+    "HOROVOD_APS_STUDY_METHOD",
     "HOROVOD_APS_BUILD_CACHE",
     "HOROVOD_APS_TEST_LOG",
 }  # the last two are for scripts/setup.sh and tests
@@ -53,6 +55,11 @@ def env_int(name: str, default: int, low: int, high: int) -> int:
     if not low <= value <= high:
         raise ValueError(f"{name} must be in {low}..{high}, got {value}")
     return value
+
+
+def study_method(default: str) -> str:
+    """The method that a study is trying (HOROVOD_APS_STUDY_METHOD)."""
+    return os.environ.get("HOROVOD_APS_STUDY_METHOD", "").strip() or default
 
 
 def num_threads() -> int:

@@ -36,6 +36,7 @@ TORCH_FILES = (
     "test_torch_orders.py",
     "test_torch_process_sets.py",
     "test_torch_activations.py",
+    "test_torch_collectives.py",
 )
 
 

@@ -80,7 +80,7 @@ class Exchange:
         self.options = options
         self.kernels = kernels
         self.context = context
-        self._overlap, self._choose_reduction = overlap, choose_reduction
+        self._overlap, self.choose_reduction = overlap, choose_reduction
         self.statistics = Statistics()
         self.step_number = 0
         self.gate: Callable[[], bool] | None = None
@@ -606,7 +606,7 @@ class Exchange:
             self.transport,
             self.options,
             self._is_warm(),
-            self._choose_reduction,
+            self.choose_reduction,
         )
         if len(self._plans) > MAX_PLANS:
             _, oldest = self._plans.popitem(last=False)

@@ -21,6 +21,7 @@ from horovod_aps.engine.layer import Layer
 from horovod_aps.formats import FloatFormat, Format, HostFormat
 from horovod_aps.kernels import EXP_ZERO, NEAREST, SEGMENT, CpuKernels, codecs
 from horovod_aps.options import Options
+from horovod_aps.tools import report
 from horovod_aps.torch import APSCompressor, PackedCompressor
 from horovod_aps.transports.local import LocalTransport
 
@@ -375,6 +376,11 @@ def test_auto_chooses_among_all_families() -> None:
     reduce_all(grads, exchanges)
     assert error.as_dict()["layers"]["w"]["format"] == fmt.for_shape((40, 50)).name
     assert fmt.bytes_for(1 << 16) <= FloatFormat(4, 3).bytes_for(1 << 16)
+
+
+@pytest.mark.parametrize("fmt", every_format(), ids=str)
+def test_every_format_is_counted_in_the_report(fmt: Format) -> None:
+    assert report._n_bits(fmt.name) == pytest.approx(fmt.bytes_for(1 << 20) / (1 << 17), rel=1e-4)
 
 
 def test_the_segment_of_an_empty_layer_is_left_alone() -> None:
