@@ -36,7 +36,7 @@ CANDIDATES = sorted(
     ((e, m) for e in range(1, 7) for m in range(11) if (e, m) != (1, 0)), key=lambda bits: (sum(bits), -bits[0])
 )
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark; --line: #8884; --quiet: #888; --bad: #c0392b; }
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1200px; padding: 0 1.5em; }
 h1 { font-size: 1.5em; margin-bottom: .2em; } h2 { font-size: 1.15em; margin-top: 2em; }
@@ -58,7 +58,7 @@ pre { border: 1px solid var(--line); border-radius: 8px; padding: 1em; overflow-
 """.replace("SHADES", ", ".join(f"rgb{shade}" for shade in SHADES))
 
 # A click on a column's title sorts by it, and back; cells say their value in data-v where their text is not it.
-_SCRIPT = """
+SCRIPT = """
 document.querySelectorAll("th[data-sort]").forEach((head) => head.addEventListener("click", () => {
   const body = head.closest("table").tBodies[0], column = head.cellIndex, down = !head.classList.contains("down");
   const value = (row) => { const cell = row.cells[column]; return cell.dataset.v ?? cell.textContent; };
@@ -86,7 +86,7 @@ def render(stats: Mapping[str, Any], title: str = "APS run") -> str:
     parts = [
         "<!DOCTYPE html>",
         f'<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>',
-        f"<style>{_STYLE}</style></head><body>",
+        f"<style>{STYLE}</style></head><body>",
         f"<h1>{html.escape(title)}</h1>",
         _cards(stats),
     ]
@@ -94,7 +94,7 @@ def render(stats: Mapping[str, Any], title: str = "APS run") -> str:
         parts.append("<p>No layer has been exchanged yet.</p>")
     else:
         parts += [_suggestions(layers), _layer_table(layers)]
-        parts.append(f"<script>{_SCRIPT}</script>")
+        parts.append(f"<script>{SCRIPT}</script>")
     return "\n".join([*parts, "</body></html>\n"])
 
 

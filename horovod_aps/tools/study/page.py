@@ -203,11 +203,11 @@ def render(
         [
             "<!DOCTYPE html>",
             '<html lang="en"><head><meta charset="utf-8"><title>Does low precision help?</title>',
-            f"<style>{report._STYLE}{_STYLE}</style></head><body><h1>Does low precision help?</h1>",
+            f"<style>{report.STYLE}{_STYLE}</style></head><body><h1>Does low precision help?</h1>",
             f"<p><code>{html.escape(command)}</code></p><ul>{remarks}</ul>{said}",
             f'<h2>Time against bandwidth</h2><div class="plots">{"".join(_by_bandwidth(records))}</div>',
             f'<h2>Accuracy against time</h2><div class="plots">{"".join(_curves(records))}</div>',
             f"<h2>Tables</h2><p>Accuracy is in %; the target is {100 * target:g} %.</p>{tables}",
-            f"<script>{report._SCRIPT}</script></body></html>\n",
+            f"<script>{report.SCRIPT}</script></body></html>\n",
         ]
     )
