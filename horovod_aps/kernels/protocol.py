@@ -56,7 +56,10 @@ class Kernels(Protocol):
     """
 
     def begin(self) -> None:
-        """Have operations that follow wait for what the framework has queued so far."""
+        """Have the next scan, and what comes before it, wait for what the framework has queued so far.
+
+        Whatever else is done with the same data comes after the scan's request.
+        """
         ...
 
     def end(self) -> None:
