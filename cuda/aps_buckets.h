@@ -1,8 +1,8 @@
-// Families whose messages have the scales of buckets before the codes: `n_sides` float32 for each bucket of s.block
-// elements (0: one bucket, all of the segment), then the codes, packed as those of every family. Elements count as
-// float32. What horovod_aps/formats/buckets.py says in NumPy; shared by the CPU library and the CUDA kernels.
+// Families whose messages have the scales of buckets before the codes: `n_sides` of `side_size` bytes (4: float32, 1: a
+// byte) for each bucket of s.block elements (0: one bucket, all of the segment), then the codes, packed as those of every
+// family. Elements count as float32. What horovod_aps/formats/buckets.py says in NumPy; shared by the CPU library and the CUDA kernels.
 //
-// A codec of such a family has: n_sides, width, is_valid(segment), a Tally of elements (add, join, sides), and with the
+// A codec of such a family has: n_sides, width, is_valid(segment), side_size, a Tally of elements (add, join, sides), and with the
 // sides of a bucket a Plan that encodes (code) and a Scale that decodes (value).
 #ifndef APS_BUCKETS_H
 #define APS_BUCKETS_H
@@ -12,9 +12,7 @@
 enum { APS_CHUNK = 256, APS_LANES = 8 };  // order of additions, see aps_tally_chunk
 
 // ---------------------------------------------------------------------------------------------- layout of a segment
-APS_FN bool aps_has_buckets(const ApsSegment& s) {
-    return s.family == APS_FAMILY_QSGD || s.family == APS_FAMILY_ONEBIT;
-}
+APS_FN bool aps_has_buckets(const ApsSegment& s) { return s.family >= APS_FAMILY_QSGD && s.family < APS_N_FAMILIES; }
 APS_FN int64_t aps_bucket_size(const ApsSegment& s) { return s.block ? (int64_t)s.block : s.n > 0 ? s.n : 1; }
 APS_FN int64_t aps_n_buckets(const ApsSegment& s) {
     const int64_t size = aps_bucket_size(s);
@@ -22,7 +20,7 @@ APS_FN int64_t aps_n_buckets(const ApsSegment& s) {
 }
 template <class Codec>
 APS_FN int64_t aps_side_bytes(const ApsSegment& s) {
-    return 4 * (int64_t)Codec::n_sides * aps_n_buckets(s);
+    return (int64_t)Codec::side_size * Codec::n_sides * aps_n_buckets(s);
 }
 // Messages begin anywhere, and devices load only what is aligned: otherwise byte by byte, which compilers must not join.
 APS_FN float aps_load_side(const uint8_t* p) {
@@ -41,11 +39,16 @@ APS_FN void aps_store_side(uint8_t* p, float value) {
 }
 template <class Codec>
 APS_FN void aps_load_sides(const uint8_t* base, int64_t bucket, float* sides) {
-    for (int k = 0; k < Codec::n_sides; ++k) sides[k] = aps_load_side(base + 4 * (bucket * Codec::n_sides + k));
+    const uint8_t* p = base + bucket * Codec::n_sides * Codec::side_size;
+    for (int k = 0; k < Codec::n_sides; ++k) sides[k] = Codec::side_size == 1 ? (float)p[k] : aps_load_side(p + 4 * k);
 }
 template <class Codec>
 APS_FN void aps_store_sides(uint8_t* base, int64_t bucket, const float* sides) {
-    for (int k = 0; k < Codec::n_sides; ++k) aps_store_side(base + 4 * (bucket * Codec::n_sides + k), sides[k]);
+    uint8_t* p = base + bucket * Codec::n_sides * Codec::side_size;
+    for (int k = 0; k < Codec::n_sides; ++k) {
+        if (Codec::side_size == 1) p[k] = (uint8_t)sides[k];
+        else aps_store_side(p + 4 * k, sides[k]);
+    }
 }
 APS_FN float aps_load_float(const ApsSegment& s, int64_t i) {
     return aps_float((uint32_t)aps_convert(aps_load((const void*)s.data, s.dtype, i), s.dtype, APS_F32));

@@ -4,8 +4,10 @@
 // family of formats and the instruction set. The loops are in aps_cpu_*.inc, the arithmetic of one element in
 // aps_codecs.h and aps_scalar.h. Every function returns 0, or 16 * (segment + 1) + reason.
 #include "aps_codecs.h"
+#include "aps_mx.h"
 #include "aps_onebit.h"
 #include "aps_qsgd.h"
+#include "aps_table.h"
 
 #include <limits.h>
 #include <stdlib.h>
@@ -238,6 +240,34 @@ int aps_set_flush_to_zero(int on) {
     (void)on;
     return 0;
 #endif
+}
+
+// Keep a table of n numbers for the life of the process; returns what segments call it, or -1. One thread at a time.
+// least[i]: the least number that belongs to code i + 1.
+int64_t aps_register_table(const float* values, const float* least, int64_t n) {
+    if (n < 2 || n > APS_TABLE_SIZE || aps_n_tables == 1 << 16) return -1;
+    ApsCpuTable* made = (ApsCpuTable*)malloc(sizeof(ApsCpuTable));
+    if (!made) return -1;
+    ApsTable& t = made->table;
+    t.n = (int32_t)n;
+    for (t.width = 1; 1 << t.width < n; ++t.width) {}
+    for (int k = 0; k < APS_TABLE_SIZE; ++k) {
+        t.values[k] = values[k < n ? k : n - 1];
+        t.least[k] = k < n - 1 ? least[k] : aps_float(0x7f800000u);
+    }
+    made->steps = 0;
+    for (uint32_t key = 0; key < 1u << 16; ++key) {
+        const float small = aps_float(key << 16), large = aps_float(key << 16 | 0xffffu);
+        const float low = key >> 15 ? large : small, high = key >> 15 ? small : large;
+        made->first[key] = 0;
+        if (high != high || low != low) continue;
+        made->first[key] = (uint8_t)aps_table_code(t.least, low);
+        const int steps = (int)aps_table_code(t.least, high) - made->first[key];
+        made->steps = steps > made->steps ? steps : made->steps;
+    }
+    aps_tables[aps_n_tables] = made;
+    __atomic_store_n(&aps_n_tables, aps_n_tables + 1, __ATOMIC_RELEASE);
+    return aps_n_tables - 1;
 }
 
 // Exponents from the largest magnitudes that a scan found, CPU or CUDA.

@@ -10,9 +10,12 @@
 //
 // Exponents come beside the table, which stays the same from step to step. Compile with --fmad=false and without
 // flush-to-zero: either would change the last bit.
+#define APS_TABLES_BY_ADDRESS
 #include "aps_codecs.h"
+#include "aps_mx.h"
 #include "aps_onebit.h"
 #include "aps_qsgd.h"
+#include "aps_table.h"
 
 struct ApsTile {
     int64_t segment, begin;

@@ -12,6 +12,16 @@
             __VA_ARGS__;                  \
             break;                        \
         }                                 \
+        case APS_FAMILY_TABLE: {          \
+            typedef ApsTableCodec Codec;  \
+            __VA_ARGS__;                  \
+            break;                        \
+        }                                 \
+        case APS_FAMILY_MX: {             \
+            typedef ApsMxCodec Codec;     \
+            __VA_ARGS__;                  \
+            break;                        \
+        }                                 \
         default: {                        \
             typedef ApsOneBitCodec Codec; \
             __VA_ARGS__;                  \
@@ -106,7 +116,7 @@ static __device__ __forceinline__ typename Codec::Tally tally_by_lanes(const Cod
 
 template <class Codec, class Values>
 static __device__ __forceinline__ void write_sides(const ApsSegment& s, const Values& values, const Codec& codec,
-                                                   int64_t begin, uint8_t* base) {
+                                                   int64_t begin, uint8_t* base, int mode) {
     const int64_t size = aps_bucket_size(s), n_buckets = aps_n_buckets(s), first = begin / size;
     const int64_t wanted = first + (APS_TILE + size - 1) / size, last = wanted < n_buckets ? wanted : n_buckets;
     const int lanes = size <= APS_CHUNK ? APS_LANES : 32;  // that share a bucket
@@ -128,7 +138,7 @@ static __device__ __forceinline__ void write_sides(const ApsSegment& s, const Va
         if (is_mine && threadIdx.x % lanes == 0) {
             float sides[Codec::n_sides];
             for (int k = 0; k < Codec::n_sides; ++k) sides[k] = 0.0f;
-            if (!is_zero) codec.sides(total, end - low, sides);
+            if (!is_zero) codec.sides(total, end - low, mode, sides);
             aps_store_sides<Codec>(base, bucket, sides);
         }
     }
@@ -217,12 +227,12 @@ static __device__ __forceinline__ void subtract_buckets(const ApsSegment& s, int
 // ---------------------------------------------------------------------------------------------- kernels
 extern "C" {
 
-__global__ void encode_sides_kernel(APS_TABLE, uint8_t* message, int, uint64_t) {
+__global__ void encode_sides_kernel(APS_TABLE, uint8_t* message, int mode, uint64_t) {
     APS_FOR_TILES(t) {
         APS_SEGMENT(t)
         APS_BY_BUCKETS(s, {
             const Codec codec(s);
-            write_sides(s, DataValues<Codec>(s, codec, 0, 0), codec, begin, message + s.offset);
+            write_sides(s, DataValues<Codec>(s, codec, 0, 0), codec, begin, message + s.offset, aps_mode(s, mode));
         })
     }
 }
@@ -250,13 +260,30 @@ __global__ void reduce_scan_bucket_kernel(APS_TABLE, const uint64_t* inputs, int
         APS_BY_BUCKETS(s, scan_sums<Codec>(s, begin, inputs, n_in, &top[tiles[t].segment]))
     }
 }
-__global__ void reduce_sides_kernel(APS_TABLE, const uint64_t* inputs, int n_in, int, uint8_t* message, int, uint64_t) {
+__global__ void reduce_sides_kernel(APS_TABLE, const uint64_t* inputs, int n_in, int, uint8_t* message, int mode,
+                                    uint64_t) {
     APS_FOR_TILES(t) {
         APS_SEGMENT(t)
         APS_BY_BUCKETS(s, {
             const Codec codec(s);
-            write_sides(s, SumValues<Codec>(s, codec, inputs, n_in), codec, begin, message + s.offset);
+            write_sides(s, SumValues<Codec>(s, codec, inputs, n_in), codec, begin, message + s.offset,
+                        aps_mode(s, mode));
         })
+    }
+}
+// The scales of tables, whose largest magnitudes a scan has found: bits of the segment's dtype, or of the double of a sum.
+__global__ void table_sides_kernel(APS_TABLE, const ull* top, uint8_t* message, int is_sum) {
+    APS_FOR_TILES(t) {
+        APS_SEGMENT(t)
+        if (threadIdx.x || begin) continue;
+        ApsTableCodec::Tally tally;
+        if (!aps_is_constant(s)) {
+            const ull found = top[tiles[t].segment];
+            tally.top = (uint32_t)aps_convert(found, is_sum ? (int)APS_F64 : s.dtype, APS_F32);
+        }
+        float side;
+        ApsTableCodec(s).sides(tally, s.n, APS_NEAREST, &side);
+        aps_store_sides<ApsTableCodec>(message + s.offset, 0, &side);
     }
 }
 __global__ void reduce_bucket_kernel(APS_TABLE, const uint64_t* inputs, int n_in, int, uint8_t* message, int mode,

@@ -5,7 +5,7 @@
 #include "aps_buckets.h"
 
 struct ApsOneBitCodec {
-    enum { n_sides = 2, width = 1 };
+    enum { n_sides = 2, side_size = 4, width = 1 };
     explicit APS_METHOD ApsOneBitCodec(const ApsSegment&) {}
     static APS_METHOD bool is_valid(const ApsSegment&) { return true; }
 
@@ -27,7 +27,7 @@ struct ApsOneBitCodec {
             tally.from_zero += (double)x;
         }
     }
-    APS_METHOD void sides(const Tally& tally, int64_t n, float* out) const {
+    APS_METHOD void sides(const Tally& tally, int64_t n, int, float* out) const {
         const int64_t n_from_zero = n - tally.n_below;
         out[0] = n_from_zero ? (float)(tally.from_zero / (double)n_from_zero) : 0.0f;
         out[1] = tally.n_below ? (float)(tally.below / (double)tally.n_below) : 0.0f;
@@ -41,7 +41,7 @@ struct ApsOneBitCodec {
 
     struct Scale {
         float means[2];
-        APS_METHOD float value(uint32_t code) const { return means[code & 1u]; }
+        APS_METHOD float value(uint32_t code) const { return code & 1u ? means[1] : means[0]; }
     };
     APS_METHOD Scale scale(const float* sides) const {
         Scale s;

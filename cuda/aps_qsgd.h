@@ -8,7 +8,7 @@
 enum { APS_QSGD_FRACTION = 24 };  // bits of a level that are rounded away
 
 struct ApsQsgdCodec {
-    enum { n_sides = 1 };
+    enum { n_sides = 1, side_size = 4 };
     int width, levels;
     bool is_l2;
     explicit APS_METHOD ApsQsgdCodec(const ApsSegment& s)
@@ -28,20 +28,20 @@ struct ApsQsgdCodec {
     };
     APS_METHOD void add(Tally& tally, float x) const {
         const uint32_t bits = aps_bits(x) & 0x7fffffffu;
-        tally.top = bits > tally.top ? bits : tally.top;
         if (is_l2) tally.sum += (double)x * (double)x;  // exact products
+        else tally.top = bits > tally.top ? bits : tally.top;
     }
     // The scale: no element exceeds it, since a root is rounded to nearest and the largest is a float32 itself.
-    APS_METHOD void sides(const Tally& tally, int64_t, float* out) const {
-        out[0] = aps_float(tally.top);
-        if (!is_l2 || tally.top >= 0x7f800000u) return;
+    APS_METHOD void sides(const Tally& tally, int64_t, int, float* out) const {
+        out[0] = aps_float(tally.top >= 0x7f800000u ? 0x7fc00000u : tally.top);
+        if (!is_l2) return;
 #ifdef __CUDA_ARCH__
         const double norm = sqrt(tally.sum);
 #else
         const double norm = __builtin_sqrt(tally.sum);
 #endif
         const double most = 3.4028234663852886e38;
-        out[0] = (float)(norm < most ? norm : most);
+        out[0] = tally.sum - tally.sum != 0.0 ? aps_float(0x7fc00000u) : (float)(norm < most ? norm : most);
     }
 
     struct Plan {

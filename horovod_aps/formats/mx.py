@@ -10,9 +10,8 @@ import numpy as np
 
 from horovod_aps.formats.buckets import BucketFormat, Codes, Floats, checked_int
 from horovod_aps.formats.floats import FloatFormat, _checked_seed
-from horovod_aps.kernels import codecs
 from horovod_aps.kernels.codecs import Random
-from horovod_aps.kernels.segments import FAMILY_HOST, Table
+from horovod_aps.kernels.segments import FAMILY_MX, Table
 
 BIAS, NAN_SCALE = 127, 255  # of the byte that stands for a power of two
 MIN_BLOCK, MAX_BLOCK = 8, 2048
@@ -178,5 +177,5 @@ class MX(BucketFormat):
 
     def describe(self, segment: Table | np.void) -> None:
         """Exponent and mantissa bits, the block, and the rule for scales."""
-        segment["family"], segment["codec"] = FAMILY_HOST, codecs.number_of(self)
+        segment["family"], segment["codec"], segment["flags"] = FAMILY_MX, int(self.saturate), 0
         segment["exp_bits"], segment["man_bits"], segment["block"] = self.exp_bits, self.man_bits, self.block

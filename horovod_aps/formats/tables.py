@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from horovod_aps.formats.buckets import BucketFormat, Codes, Floats
-from horovod_aps.kernels import codecs
 from horovod_aps.kernels.codecs import Random
-from horovod_aps.kernels.segments import FAMILY_HOST, NEAREST, Table
+from horovod_aps.kernels.segments import FAMILY_TABLE, NEAREST, Table
+from horovod_aps.kernels.tables import number_of
 
 MAX_VALUES = 256
 
@@ -110,8 +110,9 @@ class TableFormat(BucketFormat):
 
     def describe(self, segment: Table | np.void) -> None:
         """The number of the table."""
-        segment["family"], segment["codec"] = FAMILY_HOST, codecs.number_of(self)
+        segment["family"], segment["codec"] = FAMILY_TABLE, number_of(*_arrays(self.table))
         segment["flags"], segment["block"] = NEAREST, 0
+        segment["exp_bits"], segment["man_bits"] = 0, 0
 
 
 @lru_cache(maxsize=256)

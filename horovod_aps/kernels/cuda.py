@@ -23,7 +23,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from horovod_aps.kernels import nvrtc
+from horovod_aps.kernels import nvrtc, tables
 from horovod_aps.kernels.memory import DeviceArray, PinnedPool, Uploads
 from horovod_aps.kernels.native import library, raise_on_error
 from horovod_aps.kernels.protocol import DONE, Buffer, Kernels, Request
@@ -31,9 +31,11 @@ from horovod_aps.kernels.segments import (
     EXP_NONFINITE,
     EXP_ZERO,
     FAMILY_FLOAT,
+    FAMILY_MX,
     FAMILY_ONEBIT,
     FAMILY_QSGD,
     FAMILY_RAW,
+    FAMILY_TABLE,
     FLOAT32,
     FLOAT64,
     NEAREST,
@@ -55,7 +57,8 @@ from horovod_aps.transports.device import DeviceTransport
 TILE = 4096  # elements per tile, as APS_TILE in aps_kernels.cu
 MEASURE_CHUNK = 256  # as APS_MEASURE_CHUNK in aps_codecs.h
 WARP = 32
-BUCKET_FAMILIES = (FAMILY_QSGD, FAMILY_ONEBIT)  # have kernels of their own, in aps_kernels_buckets.h
+# These have kernels of their own, in aps_kernels_buckets.h.
+BUCKET_FAMILIES = (FAMILY_QSGD, FAMILY_ONEBIT, FAMILY_TABLE, FAMILY_MX)
 TILE_DTYPE = np.dtype([("segment", np.int64), ("begin", np.int64)])
 # Bytes between the fields of a segment, which have any content: a table that is there already would be sent again.
 HOLES = np.setdiff1d(
@@ -237,6 +240,8 @@ class CudaKernels(Kernels):
         still["exponent"] = 0
         still.view(np.uint8).reshape(len(still), -1)[:, HOLES] = 0
         put = self._uploads.put
+        for row in np.flatnonzero(segs["family"] == FAMILY_TABLE):
+            still[row]["first"] = put(tables.table(int(segs[row]["codec"])))
         return np.uint64(put(still)), np.uint64(put(exponents.astype(np.int32)))
 
     def _run(self, name: str, segs: Table, exponents: np.ndarray, common: Rows, rows: Rows, *rest: np.integer) -> None:
@@ -244,7 +249,10 @@ class CudaKernels(Kernels):
         table = self._table(segs, exponents)
         own = has_buckets(segs) & (name not in ("scan", "add"))  # these look at no format
         if own.any() and name in ("encode", "reduce"):
-            self._launch_tiles(name + "_sides_kernel", table, self._tiles_of(segs, own, None), *rest)
+            of_tables = segs["family"] == FAMILY_TABLE
+            self._launch_tiles(name + "_sides_kernel", table, self._tiles_of(segs, own & ~of_tables, None), *rest)
+            if of_tables.any():
+                self._write_table_scales(name, segs, table, of_tables, ~_is_constant(exponents), *rest)
         for suffix, mine in (
             ("_kernel", rows & common & ~own),
             ("_wide_kernel", rows & ~common & ~own),
@@ -252,6 +260,29 @@ class CudaKernels(Kernels):
         ):
             self._launch_tiles(name + suffix, table, self._tiles_of(segs, mine, TILE), *rest)
         self._uploads.trim()
+
+    def _write_table_scales(
+        self,
+        name: str,
+        segs: Table,
+        table: tuple[np.uint64, np.uint64],
+        rows: Rows,
+        usual: Rows,
+        *rest: np.integer,
+    ) -> None:
+        """The largest magnitudes of whole segments: many blocks look for them, as a scan does."""
+        top = self._zeroed(len(segs), np.uint64)
+        where = np.uint64(top.ptr)
+        if name == "encode":
+            wide, message = segs["dtype"] == FLOAT64, rest[0]
+            for kernel, mine in (("scan_kernel", ~wide), ("scan_wide_kernel", wide)):
+                self._launch_tiles(kernel, table, self._tiles_of(segs, rows & usual & mine, TILE), where)
+        else:
+            message = rest[3]
+            tiles = self._tiles_of(segs, rows & usual, TILE)
+            self._launch_tiles("reduce_scan_bucket_kernel", table, tiles, rest[0], rest[1], where)
+        tiles = self._tiles_of(segs, rows, None)
+        self._launch_tiles("table_sides_kernel", table, tiles, where, message, np.int32(name == "reduce"))
 
     def _launch_tiles(
         self, name: str, table: tuple[np.uint64, np.uint64], tiles: np.ndarray, *rest: np.integer
