@@ -117,12 +117,14 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, options: Options, name: str | None, process_set: Any) -> torch.Tensor:
         ctx.rest = options, name, process_set
+        ctx.shape = tensor.shape
         return _gather(tensor, options, name, process_set)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         options, name, process_set = ctx.rest
-        return _scatter(gradient, options, 1.0, name, process_set, "allgather.backward"), None, None, None
+        part = _scatter(gradient, options, 1.0, name, process_set, "allgather.backward")
+        return part.view(ctx.shape), None, None, None
 
 
 class _Scatter(torch.autograd.Function):

@@ -136,6 +136,9 @@ def test_inputs_that_are_not_contiguous_are_left_alone():
     reduce_scatter(x, "e4m3")
     assert torch.equal(x, before)
     assert allgather(torch.tensor(float(RANK)), "float32").tolist() == list(map(float, range(SIZE)))
+    scalar = torch.tensor(float(RANK), requires_grad=True)
+    (allgather(scalar, "float32") * 2).sum().backward()
+    assert scalar.grad == 2 * SIZE
 
 
 @pytest.mark.parametrize("what", ["shape", "dtype", "format", "kind", "multiple", "integers", "nothing", "name"])
