@@ -19,7 +19,6 @@ ARGUMENTS: dict[str, list[tuple[Any, ...]]] = {
     "TableFormat": [((-1, -0.1, 0, 0.25, 1),)],
     "OneBit": [(), ("column",), ("tensor",)],
     "DynamicTree": [(), ("bitsandbytes",)],
-    "TableFormat": [((-1.0, -0.25, 0.0, 0.25, 1.0),)],
 }
 
 
