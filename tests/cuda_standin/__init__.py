@@ -484,6 +484,7 @@ class nvrtc:  # noqa: N801 (CuPy's name)
 def compile_for_host(code: str, options: tuple[str, ...], extra: tuple[str, ...] = ()) -> bytes:
     """The shared library of a kernel source; kept in memory of this machine by what it is made from."""
     assert "--fmad=false" in options
+    extra = (*extra, *os.environ.get("APS_STANDIN_FLAGS", "").split())
     includes = [option for option in options if option.startswith("-I")]
     flush = any(option.lstrip("-") in ("ftz=true", "use_fast_math") for option in options)
     parts = [

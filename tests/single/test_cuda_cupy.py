@@ -257,3 +257,18 @@ def test_memory_belongs_to_our_stream_and_device() -> None:
     array = kernels.zeros(4)
     assert array._memory._stream == kernels.stream.ptr != 0
     assert set(cuda_standin.cuda.devices) == {3}
+
+
+def test_a_table_that_is_on_the_device_is_not_sent_again() -> None:
+    """Whatever lies between the fields of its records."""
+    cuda_standin.reset()
+    kernels = CudaKernels(cuda_standin)
+    segs = np.zeros(3, K.SEGMENT)
+    for noise in (0x00, 0xFF):
+        with kernels.at_work():
+            before = cuda_standin.counts()["copies"]
+            np.full(segs.nbytes, noise, np.uint8)  # what a copy of the table finds in its memory
+            kernels._table(segs, segs["exponent"])
+            n_copies = cuda_standin.counts()["copies"] - before
+    assert n_copies == 0
+    cuda_standin.reset()
