@@ -257,13 +257,20 @@ int64_t aps_register_table(const float* values, const float* least, int64_t n) {
     }
     made->steps = 0;
     for (uint32_t key = 0; key < 1u << 16; ++key) {
-        const float small = aps_float(key << 16), large = aps_float(key << 16 | 0xffffu);
-        const float low = key >> 15 ? large : small, high = key >> 15 ? small : large;
-        made->first[key] = 0;
-        if (high != high || low != low) continue;
-        made->first[key] = (uint8_t)aps_table_code(t.least, low);
-        const int steps = (int)aps_table_code(t.least, high) - made->first[key];
+        const bool is_negative = key >> 15;
+        const uint32_t flip = is_negative ? 0xffffu : 0u;  // ratios grow with the bits, or against them
+        const float low = aps_float(key << 16 | flip), high = aps_float(key << 16 | (0xffffu ^ flip));
+        int code = 0, begin = 0xffff, steps = 0;
+        if (high == high && low == low) {
+            code = (int)aps_table_code(t.least, low);
+            steps = (int)aps_table_code(t.least, high) - code;
+            begin = is_negative ? -1 : 0xffff;
+            if (steps) begin = (int)(aps_bits(t.least[code]) & 0xffffu) - !is_negative;
+            // Between two zeros, where the next code begins at the other one.
+            if (steps && is_negative && t.least[code] == 0.0f) begin = 0;
+        }
         made->steps = steps > made->steps ? steps : made->steps;
+        made->entries[key] = (int32_t)((uint32_t)begin << 8 | (uint32_t)code);
     }
     aps_tables[aps_n_tables] = made;
     __atomic_store_n(&aps_n_tables, aps_n_tables + 1, __ATOMIC_RELEASE);

@@ -19,8 +19,10 @@ APS_FN const ApsTable& aps_table_of(const ApsSegment& s) { return *(const ApsTab
 #else
 struct ApsCpuTable {
     ApsTable table;
-    int steps;               // how many codes the lookup may be behind
-    uint8_t first[1 << 16];  // code of the least number whose upper 16 bits these are
+    int steps;  // how many codes the lookup may be behind
+    // For the upper 16 bits of a ratio: in the low byte the code of the least ratio that has them, above it where the
+    // next code begins, if there is one: behind (ratios from zero on) or up to (others) these lower 16 bits.
+    int32_t entries[1 << 16];
 };
 static const ApsCpuTable* aps_tables[1 << 16];
 static int aps_n_tables = 0;

@@ -233,7 +233,7 @@ def test_scripts_and_their_flags_exist() -> None:
     """Every `python script.py --flags` and `python -m module --flags` of this repository, under whatever launcher."""
     files = {
         "examples": ("common.py", "segmentation_data.py"),
-        "benchmarks": ("studies.py",),
+        "benchmarks": ("studies.py", "../horovod_aps/bench/cluster.py"),
         "tests": (),
         "horovod_aps": (),
     }

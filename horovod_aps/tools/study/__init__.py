@@ -62,7 +62,7 @@ def add_parser(subparsers: Any) -> None:
     add("--script", help="a command that trains, run once per method; see docs/study.md")
     add("--metric", default="accuracy", help="the word before the accuracy in the script's output (default: accuracy)")
     add("--target", type=_share, default=0.9, help="accuracy to reach, in 0..1 (default: 0.9)")
-    add("--tolerance", type=_share, default=0.01, help="accuracy that a format may lose (default: 0.01)")
+    add("--tolerance", type=_share, default=0.02, help="accuracy that a format may lose (default: 0.02)")
     add("--epochs", type=predict.parse_count, default=8, help="of the small networks (default: 8)")
     add("--seed", type=int, default=1, help="of the small networks (default: 1)")
     add("--batch", type=predict.parse_count, default=32, help="samples per rank and step (default: 32)")

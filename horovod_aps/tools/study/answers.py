@@ -142,4 +142,4 @@ def answer(
 def _rate(value: float | None) -> str:
     if value is None:
         return "never helps"
-    return "at no rate" if math.isinf(value) else f"{value:.2g} Gbit/s"
+    return "at no rate" if math.isinf(value) else f"{value:.3g} Gbit/s"
