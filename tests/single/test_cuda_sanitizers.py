@@ -1,4 +1,4 @@
-"""The kernels' sources under the sanitizer of undefined behaviour, on the stand-in: a kernel that does such things dies.
+"""The kernels' sources under the sanitizer of undefined behaviour, on the stand-in: a kernel that does that dies.
 
 Array bounds, shifts, overflow, conversions, alignment. What a kernel reads and writes, and races between its threads,
 the stand-in looks at itself, through the calls that g++ makes for its thread sanitizer.
