@@ -21,18 +21,20 @@ import numpy as np
 
 from horovod_aps import config
 from horovod_aps import kernels as K
+from horovod_aps.formats import MX, QSGD, DynamicTree, FloatFormat, Format, Linear, OneBit
 from horovod_aps.kernels import native
 
 FORMATS = [(4, 3), (5, 2), (3, 0), (3, 2), (5, 10)]
+OTHERS = [QSGD(8), QSGD(8, norm="l2"), QSGD(4), QSGD(2, 128), OneBit(), DynamicTree(), Linear(), MX(4, 3), MX(2, 1)]
 
 Case = tuple[str, float, Callable[[], object]]
 
 
-def bucket(x: np.ndarray, exp_bits: int, man_bits: int) -> np.ndarray:
+def bucket(x: np.ndarray, fmt: Format) -> np.ndarray:
     """One segment over x."""
     segs = np.zeros(1, dtype=K.SEGMENT)
     segs["data"], segs["n"], segs["factor"] = x.ctypes.data, x.size, 0.5
-    segs["exp_bits"], segs["man_bits"], segs["flags"] = exp_bits, man_bits, K.SPECIALS
+    fmt.describe(segs)
     return segs
 
 
@@ -44,13 +46,15 @@ def cases(n: int) -> list[Case]:
     kept = x.copy()
     memcpy = ctypes.memmove
     result: list[Case] = [("memcpy", 8.0 * n, lambda: memcpy(y.ctypes.data, x.ctypes.data, 4 * n))]
-    result.append(("scan", 4.0 * n, lambda: cpu.scan(bucket(x, 4, 3))))
-    result.append(("add", 12.0 * n, lambda: cpu.add(bucket(x, 4, 3), np.array([kept.ctypes.data], np.uint64))))
-    for exp_bits, man_bits in FORMATS:
-        packed = n * (1 + exp_bits + man_bits) / 8
-        one, two = (cpu.alloc(int(packed) + 8) for _ in range(2))
-        out = cpu.alloc(int(packed) + 8)
-        segs = bucket(x, exp_bits, man_bits)
+    result.append(("scan", 4.0 * n, lambda: cpu.scan(bucket(x, FloatFormat(4, 3)))))
+    result.append(
+        ("add", 12.0 * n, lambda: cpu.add(bucket(x, FloatFormat(4, 3)), np.array([kept.ctypes.data], np.uint64)))
+    )
+    for fmt in (*(FloatFormat(*bits) for bits in FORMATS), *OTHERS):
+        packed = fmt.bytes_for(n)
+        one, two = (cpu.alloc(packed + 8) for _ in range(2))
+        out = cpu.alloc(packed + 8)
+        segs = bucket(x, fmt)
         cpu.scan(segs)
         cpu.encode(segs, one)
         x[:] = x[::-1].copy()
@@ -59,24 +63,26 @@ def cases(n: int) -> list[Case]:
         target["data"] = y.ctypes.data
         loss = segs.copy()
         loss["data"] = kept.ctypes.data
-        name = f"({exp_bits},{man_bits})"
+        name = f"({fmt.exp_bits},{fmt.man_bits})" if isinstance(fmt, FloatFormat) else str(fmt)
+        draws = fmt.rounding == "stochastic"
         result += [
-            (f"encode {name}", 4.0 * n + packed, lambda s=segs, m=one: cpu.encode(s, m)),
-            (f"encode stochastic {name}", 4.0 * n + packed, lambda s=segs, m=out: cpu.encode(s, m, 1)),
+            (f"encode {name}", 4.0 * n + packed, lambda s=segs, m=one, d=draws: cpu.encode(s, m, 1 if d else None)),
             (f"residual {name}", 8.0 * n + packed, lambda s=loss, a=one, alive=kept: cpu.residual(s, a)),
             (f"decode 1 {name}", 4.0 * n + packed, lambda s=target, a=one: cpu.decode(s, [a])),
             (f"decode 2 {name}", 4.0 * n + 2 * packed, lambda s=target, a=one, b=two: cpu.decode(s, [a, b])),
             (
                 f"reduce 2 {name}",
                 3 * packed,
-                lambda s=segs, a=one, b=two, o=out: cpu.reduce(s.copy(), [a, b], 0, o),
+                lambda s=segs, a=one, b=two, o=out, d=draws: cpu.reduce(s.copy(), [a, b], 0, o, 1 if d else None),
             ),
             (
                 f"reduce 4 {name}",
                 5 * packed,
-                lambda s=segs, a=one, b=two, o=out: cpu.reduce(s.copy(), [a, b, b, a], 0, o),
+                lambda s=segs, a=one, b=two, o=out, d=draws: cpu.reduce(s.copy(), [a, b, b, a], 0, o, 1 if d else None),
             ),
         ]
+        if fmt.rounding == "option":
+            result.append((f"encode stochastic {name}", 4.0 * n + packed, lambda s=segs, m=out: cpu.encode(s, m, 1)))
     return result
 
 

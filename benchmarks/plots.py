@@ -9,14 +9,15 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from methods import label
+
+from horovod_aps.bench.names import label
 
 LABEL, TITLE = 13, 15  # points; pages show the picture at about half its width
-COLOURS = {"horovod": "#7f7f7f", "aps": "#1f77b4", "ddp": "#d9a441"}
+COLOURS = {"horovod": "#7f7f7f", "aps": "#1f77b4", "packed": "#2ca02c", "ddp": "#d9a441"}
 
 
 def _colour(method: str) -> str:
-    return COLOURS[method.split("_")[0]]
+    return COLOURS[method.partition(":")[0].split("_")[0]]
 
 
 def plot_cases(results: list[dict[str, Any]], path: Path) -> None:

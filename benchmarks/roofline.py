@@ -9,17 +9,23 @@ up by memory or by the issue of instructions, whichever takes longer.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 ARCHITECTURES = ("70", "80", "86", "90", "100")
-DISASSEMBLED = ("80", "86", "90", "100")  # ptxas of CUDA 13 has forgotten sm_70
+DISASSEMBLED = ("80", "86", "90", "100")  # ptxas and nvdisasm of CUDA 13 have forgotten sm_70; NVRTC 12 has not
+TOOLS = ("ptxas", "nvdisasm")
 BLOCK = 256
 PROBES = """
 #include "aps_kernels.cu"
@@ -84,6 +90,33 @@ def _folder() -> Path:
     return source_folder()
 
 
+def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep what a function finds, which takes long, in a folder of the user's, by sources and tools."""
+
+    @cache
+    @wraps(function)
+    def found(*arguments: Any) -> Any:
+        from cupy_backends.cuda.libs import nvrtc
+
+        from horovod_aps.kernels.nvrtc import OPTIONS, cache_folder
+
+        folder, parts = cache_folder(), [function.__name__, repr(arguments), repr(OPTIONS), repr(nvrtc.getVersion())]
+        parts += [path.read_text() for path in (Path(__file__), *sorted(_folder().glob("*.[hc]*")))]
+        parts += [f"{tool} {Path(tool).stat().st_mtime}" for name in TOOLS if (tool := _tool(name))]
+        key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+        file = None if folder is None else folder / f"roofline-{key}.json"
+        if file is not None and file.exists():
+            return json.loads(file.read_text())
+        result = function(*arguments)
+        if file is not None:
+            with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as made:
+                json.dump(result, made)
+            os.replace(made.name, file)
+        return result
+
+    return found
+
+
 def _compile(code: str, options: list[str], ptx: bool = False) -> tuple[bytes, str]:
     from cupy_backends.cuda.libs import nvrtc
 
@@ -97,7 +130,7 @@ def _compile(code: str, options: list[str], ptx: bool = False) -> tuple[bytes, s
     return made, log
 
 
-@cache
+@_kept
 def resources(architecture: str) -> dict[str, dict[str, int]]:
     """Registers, stack and spilled bytes of every kernel, as NVRTC compiles it for an architecture."""
     code = (_folder() / "aps_kernels.cu").read_text()
@@ -122,7 +155,7 @@ def _tool(name: str) -> str | None:
     return shutil.which(name)
 
 
-@cache
+@_kept
 def disassembly(architecture: str, probes: bool = False) -> dict[str, list[str]]:
     """Lines of machine code of every kernel, or of the probes; empty without ptxas and nvdisasm."""
     ptxas, nvdisasm = _tool("ptxas"), _tool("nvdisasm")
@@ -142,6 +175,15 @@ def disassembly(architecture: str, probes: bool = False) -> dict[str, list[str]]
         elif found and (line.startswith(".L") or re.match(r"\s+/\*[0-9a-f]+\*/\s+\S", line)):
             found[name].append(line.strip())
     return found
+
+
+@_kept
+def ptx(architecture: str) -> dict[str, list[str]]:
+    """Lines of every kernel in PTX, what comes before machine code; for what cannot be disassembled."""
+    code = (_folder() / "aps_kernels.cu").read_text()
+    text = _compile(code, [f"--gpu-architecture=compute_{architecture}"], ptx=True)[0].decode()
+    parts = re.split(r"\.entry (\w+)\(", text)
+    return {name: [line.strip() for line in body.splitlines()] for name, body in zip(parts[1::2], parts[2::2])}
 
 
 def instructions_per_element(lines: list[str]) -> float:

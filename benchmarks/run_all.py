@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from netns import missing
+from horovod_aps.bench.netns import missing
 
 HERE = Path(__file__).resolve().parent
 OUT = Path("out/bench")

@@ -60,7 +60,8 @@ class Trainer:
 
     def __init__(self, name: str) -> None:
         import torch
-        from methods import LEARNING_RATE, make_compression
+
+        from horovod_aps.bench.methods import LEARNING_RATE, make_compression
 
         self.net = make_net()
         self.optimizer: Any = torch.optim.SGD(self.net.parameters(), lr=LEARNING_RATE, momentum=0.9)

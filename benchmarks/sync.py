@@ -7,50 +7,28 @@
     python benchmarks/sync.py --scaling                           # cost per rank for 2, 4 and 8 hosts
 
 Prints a table per case and writes `sync.json`, `sync.md` and `sync.png` (`scaling.*` for --scaling) to --out.
-In each case one process per host is launched (sync_worker.py), in which all Horovod methods take turns, and
-then another for the DDP methods, on the same hosts.
+In each case one process per host is launched (horovod_aps/bench/worker.py), in which all Horovod methods take turns,
+and then another for the DDP methods, on the same hosts.
 """
 
 import argparse
 import json
 import os
-import socket
-import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster import Cluster, ClusterError
-from methods import DDP_METHODS, DEFAULT_METHODS, EXTRA_METHODS, bits_per_element, label
 from plots import plot_cases, plot_scaling
-from works import WORKS
 
-WORKER = Path(__file__).with_name("sync_worker.py")
+from horovod_aps.bench.cases import Case, Settings, run_case
+from horovod_aps.bench.cluster import ClusterError
+from horovod_aps.bench.names import DDP_METHODS, DEFAULT_METHODS, EXTRA_METHODS, label
+from horovod_aps.bench.works import WORKS
+
 LINKS = ("100mbit", "1gbit", "10gbit", "1gbit+5ms", "shm")
 SCALING_METHODS = ("horovod_fp32", "horovod_fp16", "aps_4_3")
-
-
-@dataclass(frozen=True)
-class Case:
-    """One table of the benchmark: a work on a number of hosts, joined by a link, started by a launcher."""
-
-    work: str
-    link: str
-    n_hosts: int = 2
-    launcher: str = "mpi"
-    only_ddp: bool = False
-    """Whether it compares what a user of DDP chooses among."""
-    n_places: int = 1
-    """Ranks on each host."""
-
-    def __str__(self) -> str:
-        ranks = f" x {self.n_places} ranks" if self.n_places > 1 else ""
-        end = ", DDP" if self.only_ddp else ""
-        return f"{self.work}, {self.link}, {self.n_hosts} hosts{ranks}, {self.launcher}{end}"
 
 
 DEFAULT_CASES = (
@@ -66,91 +44,6 @@ DEFAULT_CASES = (
 )
 HOST_METHODS = ("horovod_fp32", "horovod_fp16", "aps_4_3", "aps_4_3_flat", "aps_3_0")
 """Of cases with several ranks on each host."""
-
-
-def parse_link(link: str) -> tuple[str, float]:
-    """Rate and delay in milliseconds of a link such as "1gbit", "1gbit+5ms" or "shm"."""
-    rate, plus, delay = link.partition("+")
-    if not plus:
-        return rate, 0.0
-    if not delay.endswith("ms"):
-        raise ValueError(f'sync.py: a link looks like "1gbit+5ms", got {link!r}')
-    return rate, float(delay.removesuffix("ms"))
-
-
-def run_case(case: Case, methods: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Build the hosts, run the workers, take the hosts down; returns the result with derived numbers."""
-    rate, delay_ms = parse_link(case.link)
-    merged: dict[str, Any] = {}
-    with Cluster(case.n_hosts, rate, delay_ms, arguments.pin) as cluster:
-        for kind in ("horovod", "ddp"):
-            chosen = [name for name in methods if name.startswith("ddp_") == (kind == "ddp")]
-            if chosen:
-                result = _run_workers(case, chosen, cluster, arguments)
-                merged = result | {"methods": merged.get("methods", {}) | result["methods"]}
-        merged["case"] = case.__dict__
-        merged["rate_bits"] = cluster.rate_bits
-    merged["methods"] = {name: merged["methods"][name] for name in methods}
-    _derive(merged)
-    return merged
-
-
-def _run_workers(case: Case, methods: list[str], cluster: Cluster, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Launch one worker per host, in which the methods take turns, and read what rank 0 wrote."""
-    with tempfile.TemporaryDirectory() as folder:
-        result_path = Path(folder) / "result.json"
-        config = {
-            "work": case.work,
-            "methods": methods,
-            "address": cluster.address(0),
-            "port": _free_port(),
-            "budget": arguments.budget,
-            "min_rounds": arguments.min_rounds,
-            "max_rounds": arguments.max_rounds,
-            "byte_rounds": 2,
-            "interface": None if cluster.is_local else "eth0",
-            "result": str(result_path),
-        }
-        environment = {
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo" if cluster.is_local else "eth0",
-            # Room for the tensors of all methods, as each would find in the default of 1024 if it ran alone.
-            "HOROVOD_CACHE_CAPACITY": "8192",
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-        }
-        launch = cluster.mpirun if case.launcher == "mpi" else cluster.horovodrun
-        command = [sys.executable, str(WORKER), json.dumps(config)]
-        done = launch(command, case.n_hosts * case.n_places, env=environment, timeout=arguments.timeout)
-        if done.returncode != 0 or not result_path.exists():
-            raise ClusterError(
-                f"sync.py: {case} failed with exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-            )
-        result: dict[str, Any] = json.loads(result_path.read_text())
-        return result
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _derive(result: dict[str, Any]) -> None:
-    """Add medians, ratios and shares to a worker's raw numbers."""
-    methods = result["methods"]
-    for one in methods.values():
-        one["median"] = statistics.median(one["seconds"])
-        one["low"], one["high"] = min(one["seconds"]), max(one["seconds"])
-        one["bytes"] = statistics.fmean(one["bytes_by_rank"]) if one["bytes_by_rank"] else None
-    for name, one in methods.items():
-        for base in ("horovod_fp32", "horovod_fp16"):
-            other = base if base in methods else base.replace("horovod", "ddp")
-            one[f"over_{base}"] = methods[other]["median"] / one["median"] if other in methods else None
-        known = one["bytes"] is not None and result["rate_bits"] is not None
-        one["wire_share"] = max(one["bytes_by_rank"]) * 8 / result["rate_bits"] / one["median"] if known else None
-        bits = bits_per_element(name)
-        n_ranks = result["n_ranks"] // result.get("case", {}).get("n_places", 1)
-        one["model_bytes"] = None if bits is None else 2 * (n_ranks - 1) / n_ranks * result["n_elements"] * bits / 8
 
 
 def table(result: dict[str, Any]) -> str:
@@ -266,6 +159,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     arguments = parse_arguments()
     cases = choose_cases(arguments)
+    names = ("budget", "min_rounds", "max_rounds", "pin", "timeout")
+    settings = Settings(**{name: getattr(arguments, name) for name in names})
     name = "scaling" if arguments.scaling else "sync"
     arguments.out.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []
@@ -273,7 +168,7 @@ def main() -> int:
     status = 0
     for case in cases:
         try:
-            results.append(run_case(case, choose_methods(case, arguments), arguments))
+            results.append(run_case(case, choose_methods(case, arguments), settings))
         except (ClusterError, ValueError) as error:
             print(error, file=sys.stderr)
             status = 1

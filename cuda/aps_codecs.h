@@ -40,6 +40,8 @@ struct ApsSegment {
 APS_FN bool aps_is_constant(const ApsSegment& s) {
     return s.exponent == APS_EXP_ZERO || s.exponent == APS_EXP_NONFINITE;
 }
+// How a segment rounds where the call's mode is this: some round to nearest beside others that do not.
+APS_FN int aps_mode(const ApsSegment& s, int mode) { return s.flags & APS_TO_NEAREST ? (int)APS_NEAREST : mode; }
 
 // ---------------------------------------------------------------------------------------------- packed floats
 // One exponent per layer; codes of 1 + e + m bits.

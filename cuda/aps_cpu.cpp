@@ -4,6 +4,10 @@
 // family of formats and the instruction set. The loops are in aps_cpu_*.inc, the arithmetic of one element in
 // aps_codecs.h and aps_scalar.h. Every function returns 0, or 16 * (segment + 1) + reason.
 #include "aps_codecs.h"
+#include "aps_mx.h"
+#include "aps_onebit.h"
+#include "aps_qsgd.h"
+#include "aps_table.h"
 
 #include <limits.h>
 #include <stdlib.h>
@@ -238,11 +242,47 @@ int aps_set_flush_to_zero(int on) {
 #endif
 }
 
+// Keep a table of n numbers for the life of the process; returns what segments call it, or -1. One thread at a time.
+// least[i]: the least number that belongs to code i + 1.
+int64_t aps_register_table(const float* values, const float* least, int64_t n) {
+    if (n < 2 || n > APS_TABLE_SIZE || aps_n_tables == 1 << 16) return -1;
+    ApsCpuTable* made = (ApsCpuTable*)malloc(sizeof(ApsCpuTable));
+    if (!made) return -1;
+    ApsTable& t = made->table;
+    t.n = (int32_t)n;
+    for (t.width = 1; 1 << t.width < n; ++t.width) {}
+    for (int k = 0; k < APS_TABLE_SIZE; ++k) {
+        t.values[k] = values[k < n ? k : n - 1];
+        t.least[k] = k < n - 1 ? least[k] : aps_float(0x7f800000u);
+    }
+    made->steps = 0;
+    for (uint32_t key = 0; key < 1u << 16; ++key) {
+        const bool is_negative = key >> 15;
+        const uint32_t flip = is_negative ? 0xffffu : 0u;  // ratios grow with the bits, or against them
+        const float low = aps_float(key << 16 | flip), high = aps_float(key << 16 | (0xffffu ^ flip));
+        int code = 0, begin = 0xffff, steps = 0;
+        if (high == high && low == low) {
+            code = (int)aps_table_code(t.least, low);
+            steps = (int)aps_table_code(t.least, high) - code;
+            begin = is_negative ? -1 : 0xffff;
+            if (steps) begin = (int)(aps_bits(t.least[code]) & 0xffffu) - !is_negative;
+            // Between two zeros, where the next code begins at the other one.
+            if (steps && is_negative && t.least[code] == 0.0f) begin = 0;
+        }
+        made->steps = steps > made->steps ? steps : made->steps;
+        made->entries[key] = (int32_t)((uint32_t)begin << 8 | (uint32_t)code);
+    }
+    aps_tables[aps_n_tables] = made;
+    __atomic_store_n(&aps_n_tables, aps_n_tables + 1, __ATOMIC_RELEASE);
+    return aps_n_tables - 1;
+}
+
 // Exponents from the largest magnitudes that a scan found, CPU or CUDA.
 void aps_finish_scan(ApsSegment* s, int64_t n_segs, const uint64_t* top, int stochastic) {
     const CpuCodec* const* codecs = active();
     const int mode = stochastic ? APS_UP : APS_NEAREST;
-    for (int64_t k = 0; k < n_segs; ++k) s[k].exponent = codecs[s[k].family]->exponent(s[k], top[k], s[k].dtype, mode);
+    for (int64_t k = 0; k < n_segs; ++k)
+        s[k].exponent = codecs[s[k].family]->exponent(s[k], top[k], s[k].dtype, aps_mode(s[k], mode));
 }
 // The same for the sums of a reduce on the device: new exponents in s, acc_exp in the accumulation domain.
 void aps_finish_reduce(ApsSegment* s, int64_t n_segs, const uint64_t* top, int keep, int stochastic, int32_t* acc_exp) {
@@ -251,7 +291,8 @@ void aps_finish_reduce(ApsSegment* s, int64_t n_segs, const uint64_t* top, int k
     for (int64_t k = 0; k < n_segs; ++k) {
         const CpuCodec& codec = *codecs[s[k].family];
         acc_exp[k] = APS_EXP_ZERO;
-        if (codec.is_scaled(s[k])) acc_exp[k] = keep ? (int)APS_ACC_EXP : codec.exponent(s[k], top[k], APS_F64, mode);
+        if (codec.is_scaled(s[k]))
+            acc_exp[k] = keep ? (int)APS_ACC_EXP : codec.exponent(s[k], top[k], APS_F64, aps_mode(s[k], mode));
         const int found = acc_exp[k] == APS_EXP_ZERO ? (int)APS_EXP_ZERO : acc_exp[k] - APS_ACC_EXP;
         s[k].exponent = codec.sum_exponent(s[k], found, keep);
     }
@@ -279,8 +320,9 @@ int64_t aps_encode_segments(ApsSegment* s, int64_t n_segs, uint8_t* message, int
     int64_t bad = check(s, n_segs, true, length);
     if (bad) return bad;
     const CpuCodec* const* codecs = active();
+    const int mode = stochastic ? APS_STOCHASTIC : APS_NEAREST;
     for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end, int) {
-        codecs[s[k].family]->encode(s[k], message, begin, end, stochastic ? APS_STOCHASTIC : APS_NEAREST, seed);
+        codecs[s[k].family]->encode(s[k], message, begin, end, aps_mode(s[k], mode), seed);
     });
     return 0;
 }
@@ -308,7 +350,8 @@ int64_t aps_reduce_segments(ApsSegment* s, int64_t n_segs, Inputs in, int n_in, 
     for (int64_t k = 0; k < n_segs * parts; ++k) found[k] = {APS_EXP_ZERO, 0};
     for_ranges(s, n_segs, [&](int64_t k, int64_t begin, int64_t end, int part) {
         const CpuCodec& codec = *codecs[s[k].family];
-        found[k * parts + part] = codec.reduce(s[k], in, n_in, accumulate, keep, message, begin, end, mode, seed);
+        const int how = aps_mode(s[k], mode);
+        found[k * parts + part] = codec.reduce(s[k], in, n_in, accumulate, keep, message, begin, end, how, seed);
     });
     auto exponent_of = [&](int64_t k) {
         int e = APS_EXP_ZERO;
@@ -323,7 +366,8 @@ int64_t aps_reduce_segments(ApsSegment* s, int64_t n_segs, Inputs in, int n_in, 
             const ReduceFound& mine = found[k * parts + part];
             const int e = exponent_of(k);
             const int64_t stop = e == APS_EXP_ZERO || mine.exponent < e ? end : mine.redo;
-            if (begin < stop) codec.reduce_redo(s[k], in, n_in, e, message, begin, stop, mode, seed);
+            const int how = aps_mode(s[k], mode);
+            if (begin < stop) codec.reduce_redo(s[k], in, n_in, e, message, begin, stop, how, seed);
         });
     }
     for (int64_t k = 0; k < n_segs; ++k) s[k].exponent = codecs[s[k].family]->sum_exponent(s[k], exponent_of(k), keep);

@@ -10,7 +10,12 @@
 //
 // Exponents come beside the table, which stays the same from step to step. Compile with --fmad=false and without
 // flush-to-zero: either would change the last bit.
+#define APS_TABLES_BY_ADDRESS
 #include "aps_codecs.h"
+#include "aps_mx.h"
+#include "aps_onebit.h"
+#include "aps_qsgd.h"
+#include "aps_table.h"
 
 struct ApsTile {
     int64_t segment, begin;
@@ -449,19 +454,19 @@ __global__ void scan_wide_kernel(APS_TABLE, ull* top) {
 __global__ void encode_kernel(APS_TABLE, uint8_t* message, int mode, uint64_t seed) {
     APS_FOR_TILES(t) {
         APS_SEGMENT(t)
-        APS_BY_FAMILY(s, encode_tile<Tile>(s, begin, message, mode, seed))
+        APS_BY_FAMILY(s, encode_tile<Tile>(s, begin, message, aps_mode(s, mode), seed))
     }
 }
 __global__ void encode_wide_kernel(APS_TABLE, uint8_t* message, int mode, uint64_t seed) {
     APS_FOR_TILES(t) {
         APS_SEGMENT(t)
         APS_BY_FAMILY(s, {
-            const int width = Tile(s).width;
+            const int width = Tile(s).width, how = aps_mode(s, mode);
             APS_FOR_GROUPS(first, count, begin, tile_end(s, begin)) {
                 Writer writer(message + s.offset + (first >> 3) * width);
                 APS_FOR_ELEMENTS(i, first, count) {
                     const uint64_t bits = aps_load((const void*)s.data, s.dtype, i);
-                    writer.put(Tile::wide_code(s, bits, s.dtype, s.exponent, mode, seed, s.first + i), width);
+                    writer.put(Tile::wide_code(s, bits, s.dtype, s.exponent, how, seed, s.first + i), width);
                 }
                 writer.end();
             }
@@ -525,7 +530,7 @@ __global__ void reduce_kernel(APS_TABLE, const uint64_t* inputs, int n_in, int, 
                               uint64_t seed) {
     APS_FOR_TILES(t) {
         APS_SEGMENT(t)
-        APS_BY_FAMILY(s, reduce_tile<Tile>(s, begin, inputs, n_in, s.exponent, message, mode, seed))
+        APS_BY_FAMILY(s, reduce_tile<Tile>(s, begin, inputs, n_in, s.exponent, message, aps_mode(s, mode), seed))
     }
 }
 __global__ void reduce_wide_kernel(APS_TABLE, const uint64_t* inputs, int n_in, int accumulate, uint8_t* message,
@@ -533,11 +538,11 @@ __global__ void reduce_wide_kernel(APS_TABLE, const uint64_t* inputs, int n_in, 
     APS_FOR_TILES(t) {
         APS_SEGMENT(t)
         APS_BY_FAMILY(s, {
-            const int width = Tile(s).width;
+            const int width = Tile(s).width, how = aps_mode(s, mode);
             APS_FOR_GROUPS(first, count, begin, tile_end(s, begin)) {
                 Writer writer(message + s.offset + (first >> 3) * width);
                 APS_FOR_ELEMENTS(i, first, count) {
-                    writer.put(Tile::wide_reduce(s, i, inputs, n_in, accumulate, s.exponent, mode, seed), width);
+                    writer.put(Tile::wide_reduce(s, i, inputs, n_in, accumulate, s.exponent, how, seed), width);
                 }
                 writer.end();
             }
@@ -600,9 +605,12 @@ __global__ void measure_kernel(const ApsSegment* segs, const int32_t* exponents,
     const int64_t step = (int64_t)gridDim.x * blockDim.x;
     for (int64_t c = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; c < n_chunks; c += step) {
         APS_SEGMENT(c)
+        if (aps_has_buckets(s)) continue;
         const int64_t end = begin + APS_MEASURE_CHUNK < s.n ? begin + APS_MEASURE_CHUNK : s.n;
         APS_BY_FAMILY(s, aps_measure_chunk(s, Tile(s), message + s.offset, begin, end, out + 4 * c))
     }
 }
 
 }  // extern "C"
+
+#include "aps_kernels_buckets.h"

@@ -5,6 +5,8 @@ HOROVOD_APS_AVX2          0 keeps the CPU kernels to the baseline instruction se
 HOROVOD_APS_LOG           debug, info, warning (default) or error; debug prints every phase of every exchange
 HOROVOD_APS_TIMELINE      trace.json makes every rank write its phases to trace.rank<r>.json, see `timeline`
 HOROVOD_APS_HOST          the host that this rank counts to in a two-level exchange, default by the machine's name
+HOROVOD_APS_GPU_WAY       how packed bytes leave a GPU: auto (default: NCCL, else MPI, else pinned memory), mpi, pinned
+HOROVOD_APS_STUDY_METHOD  set by `horovod-aps study` for the script that it runs: what `study.compression()` gives
 """
 
 import os
@@ -16,6 +18,8 @@ VARIABLES = {
     "HOROVOD_APS_LOG",
     "HOROVOD_APS_TIMELINE",
     "HOROVOD_APS_HOST",
+    "HOROVOD_APS_GPU_WAY",
+    "HOROVOD_APS_STUDY_METHOD",
     "HOROVOD_APS_BUILD_CACHE",
     "HOROVOD_APS_TEST_LOG",
 }  # the last two are for scripts/setup.sh and tests
@@ -30,6 +34,7 @@ LAUNCHERS = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
     ("PMIX_RANK",),
 )
+GPU_WAYS = ("auto", "mpi", "pinned")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -50,6 +55,11 @@ def env_int(name: str, default: int, low: int, high: int) -> int:
     if not low <= value <= high:
         raise ValueError(f"{name} must be in {low}..{high}, got {value}")
     return value
+
+
+def study_method(default: str) -> str:
+    """The method that a study is trying (HOROVOD_APS_STUDY_METHOD)."""
+    return os.environ.get("HOROVOD_APS_STUDY_METHOD", "").strip() or default
 
 
 def num_threads() -> int:
@@ -84,6 +94,19 @@ def timeline_file() -> Path | None:
 def host_name() -> str:
     """The host that this rank counts to (HOROVOD_APS_HOST), or an empty text."""
     return os.environ.get("HOROVOD_APS_HOST", "").strip()
+
+
+def gpu_way() -> str:
+    """The best way for packed bytes to leave a GPU that may be taken (HOROVOD_APS_GPU_WAY)."""
+    way = os.environ.get("HOROVOD_APS_GPU_WAY", "").strip().lower() or "auto"
+    if way not in GPU_WAYS:
+        raise ValueError(f"HOROVOD_APS_GPU_WAY must be one of {', '.join(GPU_WAYS)}, got {way!r}")
+    return way
+
+
+def completes_early() -> bool:
+    """Whether Horovod was told to call operations on GPUs complete when they are only queued."""
+    return os.environ.get("HOROVOD_ENABLE_ASYNC_COMPLETION", "").strip() not in ("", "0")
 
 
 def network_interfaces() -> list[str]:

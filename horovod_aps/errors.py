@@ -11,3 +11,8 @@ def not_ours(rank: int, n_bytes: int) -> ValueError:
         f"APSCompressor: rank {rank} has sent {n_bytes} bytes that are not of horovod_aps; "
         f"check that all ranks run the same program and version"
     )
+
+
+def named(error: ValueError, who: str) -> ValueError:
+    """The same error, of whoever the user has made; the engine's own words are of an APSCompressor."""
+    return ValueError(str(error).replace("APSCompressor:", f"{who}:", 1))

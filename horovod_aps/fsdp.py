@@ -19,7 +19,7 @@ from horovod_aps.engine.layer import Layer
 from horovod_aps.engine.layout import BucketLayout
 from horovod_aps.engine.reductions import Reduction
 from horovod_aps.engine.reductions.owners import Owners
-from horovod_aps.frontends.compressor import BaseCompressor
+from horovod_aps.frontends.compressor import ByBits
 from horovod_aps.frontends.group import join
 from horovod_aps.frontends.reducer import ReducerKey
 from horovod_aps.frontends.tensors import DTYPE_CODES
@@ -28,7 +28,7 @@ from horovod_aps.kernels import for_torch
 BLOCK = 1 << 15
 
 
-class APSReduceScatter(BaseCompressor):
+class APSReduceScatter(ByBits):
     """Reduce-scatter for `FSDPModule.set_custom_reduce_scatter`; one may serve all modules of a model.
 
     A block in which any rank has NaN or Inf becomes NaN as a whole. It returns when the shard is there: nothing of it

@@ -11,7 +11,7 @@ from horovod_aps.tools import cli
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 INTRODUCTION = """# The command line
 
-`horovod-aps` has five subcommands; `horovod-aps --version` tells which version this is. A mistake is one line on
+`horovod-aps` has six subcommands; `horovod-aps --version` tells which version this is. A mistake is one line on
 stderr and exit code 2. Bandwidths and times carry their units (`1gbit`, `1.5GB`, `50us`, `5ms`), options that end in
 `-ms` take milliseconds. This page is written by `python scripts/cli_page.py`.
 
@@ -26,6 +26,7 @@ print(horovod_aps.predict("resnet50", ranks=[2, 8], bandwidth=["1gbit", "10gbit"
 EXAMPLES = {
     "predict": "horovod-aps predict --model resnet50 --bandwidth 1gbit 10gbit --ranks 2 8 64 --backward-ms 120",
     "calibrate": "mpirun -np 2 horovod-aps calibrate --out calibration.json",
+    "study": "horovod-aps study --networks digits_fc resnet50 --links 100mbit 1gbit 10gbit --ranks 2",
     "timeline": "horovod-aps timeline horovod.json trace.rank0.json --output merged.json",
     "doctor": "horovodrun -np 2 horovod-aps doctor",
     "report": "horovod-aps report stats.json -o run.html",

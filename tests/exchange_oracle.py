@@ -82,6 +82,23 @@ def reduce_all(
     return outs
 
 
+class Emulation:
+    """All ranks of a job in this process, through the real exchange: the oracle of launched jobs in any format.
+
+    What the exchange itself does is checked by the tests of the engine.
+    """
+
+    def __init__(self, n_ranks: int, options: Options) -> None:
+        self._exchanges = [Exchange(CpuKernels(), one, options) for one in LocalTransport.world(n_ranks)]
+
+    def step(self, grads: Sequence[Mapping[str, np.ndarray]], factor: float | None = None) -> dict[str, np.ndarray]:
+        """What every rank gets of gradients that rank 0 hands in in this order."""
+        outs = reduce_all(grads, self._exchanges, factor)
+        for other in outs[1:]:
+            check(other, outs[0])
+        return outs[0]
+
+
 def hosted_exchanges(hosts: Sequence[str], options: Options) -> list[Exchange]:
     """One emulated rank for each name, which is that of its host."""
     return [

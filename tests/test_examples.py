@@ -175,6 +175,7 @@ def pytorch_plan(data: Path, folder: Path) -> Plan:
         ),
         "speed": (speed, [*FAST, "--model", "resnet18", *APS]),
         "speed plain": (speed, [*FAST, "--model", "resnet18"]),
+        "split": ("pytorch/pytorch_model_parallel.py", ["--steps", "40", "--format", "e4m3", "float32"]),
         "wrong folder": (imagenet, [*small, "--train-dir", "/no/such"]),
         "wrong checkpoint": (digits, ["--checkpoint", f"{folder}/image.pt", "--resume"]),
     }
@@ -206,6 +207,13 @@ def test_pytorch_examples_train_on_two_ranks(data: Path, tmp_path: Path, launche
     assert results["voc"]["pixels"] == known_pixels(labels, 21)
     for name, sent in (("speed", r"APSCompressor\(e=4, m=3\)"), ("speed plain", "none")):
         assert re.search(f"2 ranks, {sent}\n" + r"Images/s per CPU rank: [0-9.]+ \+- [0-9.]+", output[name])
+    sent = {}
+    for name in ("e4m3", "float32"):
+        pattern = rf"2 ranks, activations as {name}: .* ([0-9.]+) MB of activations .* test accuracy ([0-9.]+)%"
+        found = re.search(pattern, output["split"])
+        assert found is not None and float(found[2]) > 60, output["split"]
+        sent[name] = float(found[1])
+    assert sent["e4m3"] < 0.26 * sent["float32"]
     assert "--train-dir /no/such is not a folder" in output["wrong folder"]
     assert "image.pt is no checkpoint of this model" in output["wrong checkpoint"]
     assert (tmp_path / "digits.html").read_text().startswith("<!DOCTYPE html>")
@@ -513,7 +521,7 @@ def test_help_needs_no_framework() -> None:
     scripts = list(map(str, found))
     done = launch([sys.executable, "-c", HELP, *scripts], timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(scripts) == done.stdout.count("done ") == 10
+    assert len(scripts) == done.stdout.count("done ") == 11
     assert done.stdout.count("--aps-allreduce") >= 8  # those on Horovod
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from horovod_aps.tools.report import _SCRIPT, _STYLE, _size
+from horovod_aps.tools.report import SCRIPT, STYLE, _size
 
 
 def write(stats: Mapping[str, Any], path: str | Path, title: str = "Activations") -> None:
@@ -46,13 +46,13 @@ def render(stats: Mapping[str, Any], title: str = "Activations") -> str:
         [
             "<!DOCTYPE html>",
             f'<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>',
-            f"<style>{_STYLE}</style></head><body><h1>{html.escape(title)}</h1>",
+            f"<style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1>",
             '<div class="cards">',
             *[f'<div class="card"><b>{value}</b>{name}</div>' for name, value in cards],
             "</div>",
             f"<table><thead><tr>{head}</tr></thead><tbody>",
             *rows,
-            f"</tbody></table><script>{_SCRIPT}</script>",
+            f"</tbody></table><script>{SCRIPT}</script>",
             "</body></html>\n",
         ]
     )

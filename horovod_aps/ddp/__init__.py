@@ -7,6 +7,6 @@
 """
 
 from horovod_aps.ddp.hook import aps_hook
-from horovod_aps.ddp.state import APSState
+from horovod_aps.ddp.state import APSState, PackedState
 
-__all__ = ["APSState", "aps_hook"]
+__all__ = ["APSState", "PackedState", "aps_hook"]

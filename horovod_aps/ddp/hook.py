@@ -14,17 +14,17 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 
 from horovod_aps.ddp.driver import Step
-from horovod_aps.ddp.state import APSState
+from horovod_aps.ddp.state import PackedState
 from horovod_aps.frontends.tensors import DTYPE_CODES
 
 
-def aps_hook(state: APSState, bucket: dist.GradBucket) -> Future[Tensor]:
+def aps_hook(state: PackedState, bucket: dist.GradBucket) -> Future[Tensor]:
     """Average a bucket's gradients by the packed exchange; for `model.register_comm_hook(APSState(4, 3), aps_hook)`.
 
     Returns at once, and buckets travel while backward goes on. Sparse gradients are left to PyTorch's own all-reduce.
     """
-    if not isinstance(state, APSState):
-        raise TypeError(f"aps_hook: state must be an APSState, got {type(state).__name__}")
+    if not isinstance(state, PackedState):
+        raise TypeError(f"aps_hook: state must be an APSState or a PackedState, got {type(state).__name__}")
     group, buffer = state.group_of(bucket), bucket.buffer()
     future: Future[Tensor]
     if dist.get_world_size(group) == 1:
@@ -53,7 +53,7 @@ def _queue(call: Callable[[], None]) -> bool:
     return True
 
 
-def _finish(state: APSState, steps: list[Step]) -> None:
+def _finish(state: PackedState, steps: list[Step]) -> None:
     """Raise what went wrong in a step. In a future it would come out of DDP as a RuntimeError, and DDP be unusable."""
     for step in steps:
         step.over.wait()

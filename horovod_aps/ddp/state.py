@@ -1,4 +1,4 @@
-"""APSState: the options of the hook, and what it keeps from step to step."""
+"""PackedState and APSState: the options of the hook, and what it keeps from step to step."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from horovod_aps.ddp.driver import Driver, Part, Place, Step
 from horovod_aps.ddp.names import Names, models_with
 from horovod_aps.engine.exchange import Exchange
 from horovod_aps.engine.layer import Layer
-from horovod_aps.frontends.compressor import BaseCompressor
+from horovod_aps.formats import Format
+from horovod_aps.frontends.compressor import BaseCompressor, ByBits
 from horovod_aps.frontends.group import join
 from horovod_aps.frontends.reducer import ReducerKey
 from horovod_aps.frontends.tensors import DTYPE_CODES, with_tensors
 from horovod_aps.kernels import for_torch
 
 
-class APSState(BaseCompressor):
-    """State of `aps_hook`, one per model: `model.register_comm_hook(APSState(e=4, m=3), aps_hook)`.
+class PackedState(BaseCompressor):
+    """State of `aps_hook`, one per model: `model.register_comm_hook(PackedState("e4m3"), aps_hook)`.
 
     With two ranks every value is rounded once, with more of them twice; the sum is formed in float32 and averaged. All
     ranks get the same bits. A layer in which any rank has NaN or Inf becomes NaN as a whole, on all ranks. A step that
@@ -34,29 +35,38 @@ class APSState(BaseCompressor):
     `torch.save` keeps options, residuals and the position in schedules, and no process group.
     """
 
+    _who = "PackedState"
+
     def __init__(
         self,
-        e: int,
-        m: int,
+        format: Format | str,
         process_group: dist.ProcessGroup | None = None,
         *,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         **options: Any,
     ) -> None:
-        """As `horovod_aps.torch.APSCompressor`, whose options these are.
+        """As `horovod_aps.torch.PackedCompressor`, whose options these are.
 
         Args:
-            e: exponent bits, 1..8.
-            m: mantissa bits, 0..23. 1+e+m bits per element are sent.
+            format: one of `horovod_aps.formats`, or its text, such as "e4m3".
             process_group: the ranks to average over; the model's by default.
             named_parameters: names for overrides and statistics; the model's own by default.
-            options: those of APSCompressor. Layers are called as in `model.module.named_parameters()`.
+            options: those of PackedCompressor. Layers are called as in `model.module.named_parameters()`.
         """
+        self._check_transport(options)
+        super().__init__(format, **options)
+        self._give(process_group, named_parameters)
+
+    def _check_transport(self, options: dict[str, Any]) -> None:
         if options.get("transport", "packed") != "packed":
             raise ValueError(
-                f'APSState: transport must be "packed", got {options["transport"]!r}; ranks may leave by Join with it'
+                f'{type(self).__name__}: transport must be "packed", got {options["transport"]!r}; ranks may leave by '
+                f"Join with it"
             )
-        super().__init__(e, m, **options)
+
+    def _give(
+        self, process_group: dist.ProcessGroup | None, named_parameters: Iterable[tuple[str, Tensor]] | None
+    ) -> None:
         self._process_group: Any = process_group  # that the user has given
         self._names: Names | None = None if named_parameters is None else Names(named_parameters, given=True)
 
@@ -134,6 +144,35 @@ class APSState(BaseCompressor):
         driver = self._drivers[device] = Driver(exchange, place)
         weakref.finalize(self, driver.end)
         return driver
+
+
+class APSState(ByBits, PackedState):
+    """`PackedState(FloatFormat(e, m))`: `model.register_comm_hook(APSState(e=4, m=3), aps_hook)`.
+
+    All that is said of `PackedState` holds.
+    """
+
+    def __init__(
+        self,
+        e: int,
+        m: int,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        **options: Any,
+    ) -> None:
+        """As `horovod_aps.torch.APSCompressor`, whose options these are.
+
+        Args:
+            e: exponent bits, 1..8.
+            m: mantissa bits, 0..23. 1+e+m bits per element are sent.
+            process_group: the ranks to average over; the model's by default.
+            named_parameters: names for overrides and statistics; the model's own by default.
+            options: those of APSCompressor. Layers are called as in `model.module.named_parameters()`.
+        """
+        self._check_transport(options)
+        ByBits.__init__(self, e, m, **options)
+        self._give(process_group, named_parameters)
 
 
 def _places(bucket: dist.GradBucket) -> list[tuple[tuple[int, ...], int]]:

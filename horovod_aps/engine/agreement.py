@@ -28,8 +28,10 @@ MAX_PROPOSAL = 1 << 28  # bytes; half a million layers need less
 
 def spec_of(layer: Layer, options: Options, warm: bool) -> LayerSpec:
     """What ranks compare about a layer; during warm-up all layers travel as float32."""
-    fmt = FLOAT32 if warm else options.format_for(layer.shown, math.prod(layer.shape))
-    return LayerSpec(layer.name, tuple(layer.shape), layer.dtype, fmt, layer.label, layer.group_size)
+    shape = tuple(layer.shape)
+    fmt = FLOAT32 if warm else options.format_for(layer.shown, math.prod(shape)).for_shape(shape)
+    draws = options.is_stochastic(fmt)
+    return LayerSpec(layer.name, shape, layer.dtype, fmt, layer.label, layer.group_size, draws)
 
 
 def _plain(spec: LayerSpec) -> dict[str, Any]:

@@ -14,9 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from horovod_aps.engine.layout import WORD
 from horovod_aps.formats import Format, Raw32
 from horovod_aps.kernels import Kernels, Table
 from horovod_aps.options import Options, as_format
+
+TYPICAL = 1 << 16  # elements of a layer, for which candidates are put in order of their bytes
+SEED = 0x5EED  # what a format that is always stochastic loses does not depend on the draw
 
 
 class AutoChooser:
@@ -25,12 +29,19 @@ class AutoChooser:
     def __init__(self, options: Options) -> None:
         self._bound, self._min_elements = options.auto_error, options.min_elements
         formats = [(as_format(value, options.specials, "auto_candidates"), value) for value in options.auto_candidates]
-        self._candidates: list[tuple[Format, Any]] = sorted(formats, key=lambda pair: pair[0].bits)
+        self._candidates: list[tuple[Format, Any]] = sorted(formats, key=lambda pair: pair[0].bytes_for(TYPICAL))
         self._first = next((i for i, (fmt, _) in enumerate(self._candidates) if not isinstance(fmt, Raw32)), None)
         self._errors: dict[str, np.ndarray] = {}
         self._norms: dict[str, float] = {}
 
-    def observe(self, kernels: Kernels, names: Sequence[str], table: Table, layer_of_segment: np.ndarray) -> None:
+    def observe(
+        self,
+        kernels: Kernels,
+        names: Sequence[str],
+        table: Table,
+        layer_of_segment: np.ndarray,
+        shapes: Sequence[tuple[int, ...]] | None = None,
+    ) -> None:
         """Round the values that `table` points at to every candidate and add up the squared errors."""
         sizes = np.bincount(layer_of_segment, table["n"], len(names))
         measured = [(i, name) for i, name in enumerate(names) if sizes[i] >= self._min_elements]
@@ -40,15 +51,22 @@ class AutoChooser:
             if isinstance(fmt, Raw32):
                 continue
             trial = table.copy()
-            fmt.describe(trial)
-            lengths = [fmt.bytes_for(int(n)) for n in trial["n"]]
+            of_layers = [fmt] * len(names) if shapes is None else [fmt.for_shape(shape) for shape in shapes]
+            lengths = []
+            for row, layer in enumerate(layer_of_segment.tolist()):
+                of_layers[layer].describe(trial[row : row + 1])
+                n_bytes = of_layers[layer].bytes_for(int(trial["n"][row]))
+                lengths.append(n_bytes + -n_bytes % WORD)
             trial["offset"] = np.concatenate([[0], np.cumsum(lengths)[:-1]]) if lengths else []
             message = kernels.alloc(sum(lengths))
-            kernels.scan(trial)
+            seed = SEED if fmt.rounding == "stochastic" else None
+            scanned = kernels.scan(trial, stochastic=seed is not None)
+            while not scanned.done():
+                pass
             shared = np.full(len(names), np.iinfo(np.int32).min, np.int32)
             np.maximum.at(shared, layer_of_segment, trial["exponent"])
             trial["exponent"] = shared[layer_of_segment]
-            kernels.encode(trial, message)
+            kernels.encode(trial, message, seed)
             sums = np.zeros((len(names), 4))
             np.add.at(sums, layer_of_segment, kernels.measure(trial, message))
             for i, name in measured:

@@ -32,7 +32,7 @@ from horovod_aps.engine.pool import Lease, Pool
 from horovod_aps.engine.reductions import ChooseReduction
 from horovod_aps.engine.reductions.base import N_TAGS, Reduction, Work
 from horovod_aps.engine.statistics import Statistics
-from horovod_aps.errors import LostPeer
+from horovod_aps.errors import LostPeer, named
 from horovod_aps.kernels import EXP_ZERO
 from horovod_aps.log import logger, trace
 from horovod_aps.options import Options
@@ -80,7 +80,7 @@ class Exchange:
         self.options = options
         self.kernels = kernels
         self.context = context
-        self._overlap, self._choose_reduction = overlap, choose_reduction
+        self._overlap, self.choose_reduction = overlap, choose_reduction
         self.statistics = Statistics()
         self.step_number = 0
         self.gate: Callable[[], bool] | None = None
@@ -438,7 +438,7 @@ class Exchange:
             try:
                 self._conclude(said)
             except ValueError as error:
-                self._fail(error)
+                self._fail(named(error, self.options.who))
             moved = True
         if (left := transport.gone()) and (gone := self._rounds.missing() & left):
             raise LostPeer(f"rank {min(gone)} has ended while this rank waits for it")
@@ -606,7 +606,7 @@ class Exchange:
             self.transport,
             self.options,
             self._is_warm(),
-            self._choose_reduction,
+            self.choose_reduction,
         )
         if len(self._plans) > MAX_PLANS:
             _, oldest = self._plans.popitem(last=False)
@@ -661,10 +661,11 @@ class Exchange:
         if needs_exponents and self.options.error_feedback:
             work.owned += self._residuals.fold(layers, work.table, bucket.layer_of_segment)
         if self._chooser is not None:
-            self._chooser.observe(self.kernels, [layer.shown for layer in layers], work.table, bucket.layer_of_segment)
+            shown, shapes = [layer.shown for layer in layers], [tuple(layer.shape) for layer in layers]
+            self._chooser.observe(self.kernels, shown, work.table, bucket.layer_of_segment, shapes)
         if needs_exponents:
             phase("APS_SCAN")
-            work.scanned = self.kernels.scan(work.table, stochastic=self.options.rounding == "stochastic")
+            work.scanned = self.kernels.scan(work.table, stochastic=bucket.is_stochastic)
         flight.works.append(work)
 
     def _send_headers(self, flight: Flight) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from horovod_aps.formats import Format
-from horovod_aps.kernels import SEGMENT
+from horovod_aps.kernels import NEAREST, SEGMENT
 
 MAX_LAYERS = 256  # layers per bucket: what one fixed-size exponent message has room for
 PIECE = 1 << 20  # elements of a part of a bucket that two ranks swap while the next one is encoded
@@ -34,6 +34,8 @@ class LayerSpec:
     label: str = field(default="", compare=False)
     """What people call it; ranks need not agree on that."""
     group_size: int = 1
+    is_stochastic: bool = field(default=False, compare=False)
+    """Whether it is rounded with random bits; follows from the format and the options."""
 
     @property
     def shown(self) -> str:
@@ -55,6 +57,7 @@ class BucketLayout:
     layer_of_segment: np.ndarray  # index into `layers`
     shard_segments: np.ndarray  # n_shards + 1 bounds into `segments`
     shard_bytes: np.ndarray  # n_shards + 1 byte bounds, of what is scattered and of the sums that are gathered
+    is_stochastic: bool = False  # whether any layer is rounded with random bits; the segments of others say NEAREST
 
     @property
     def n_shards(self) -> int:
@@ -83,6 +86,7 @@ class BucketLayout:
             self.layer_of_segment[rows],
             self.shard_segments[bounds] - rows.start,
             self.shard_bytes[bounds] - self.shard_bytes[first],
+            self.is_stochastic,
         )
 
     def shard_table(self, shard: int) -> np.ndarray:
@@ -162,6 +166,9 @@ def lay_out_bucket(specs: Sequence[LayerSpec], layers: Sequence[int], n_shards: 
         part = segments[mine]
         fmt.describe(part)
         segments[mine] = part
+    draws = np.array([specs[layer].is_stochastic for layer in layers], np.bool_)
+    if draws.any():
+        segments["flags"] |= np.where(draws[layer_of_segment], 0, NEAREST).astype(np.uint8)
     shard_segments = np.searchsorted(shard_of, np.arange(n_shards + 1), side="left")
     return BucketLayout(
         tuple(layers),
@@ -169,6 +176,7 @@ def lay_out_bucket(specs: Sequence[LayerSpec], layers: Sequence[int], n_shards: 
         np.ascontiguousarray(layer_of_segment),
         shard_segments,
         np.array(shard_bytes, np.int64),
+        bool(draws.any()),
     )
 
 

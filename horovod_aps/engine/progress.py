@@ -27,6 +27,7 @@ _lock = threading.Lock()
 _awake = threading.Event()
 _thread: threading.Thread | None = None
 _last_look = 0.0
+_waited: list[int] = []  # ids of the exchanges that somebody waits for
 
 
 def add(exchange: Exchange) -> None:
@@ -52,6 +53,24 @@ def remove(exchange: Exchange) -> None:
 
 def run(exchange: Exchange, steps: Generator[bool, None, None]) -> None:
     """Take the steps of a wait to their end, and those of all other exchanges in between."""
+    _waited.append(id(exchange))
+    try:
+        _run(exchange, steps)
+    finally:
+        _waited.remove(id(exchange))
+
+
+def is_waited_for(exchange: Exchange) -> bool:
+    """Whether somebody waits for results of this exchange."""
+    return id(exchange) in _waited
+
+
+def is_anyone_waiting() -> bool:
+    """Whether somebody waits for results of any exchange."""
+    return bool(_waited)
+
+
+def _run(exchange: Exchange, steps: Generator[bool, None, None]) -> None:
     global _last_look
     idle, since = 0, time.monotonic()
     room = exchange.room

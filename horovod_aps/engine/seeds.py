@@ -16,14 +16,17 @@ def _mix(x: int) -> int:
 
 
 def stochastic_seed(options: Options, step_number: int, stream: int) -> int | None:
-    """64 bits, others for every step and stream, the same in every run; None for rounding to nearest.
+    """`seed_of` for rounding="stochastic"; None for rounding to nearest."""
+    return None if options.rounding == "nearest" else seed_of(options.seed, step_number, stream)
+
+
+def seed_of(seed: int, step_number: int, stream: int) -> int:
+    """64 bits, others for every step and stream, the same in every run.
 
     Encoding uses its rank as the stream, the reduction of a shard the number of ranks. With the same user's seed and
     stream no two of 2^64 steps have the same bits, nor two of 2^64 streams in one step.
     """
-    if options.rounding == "nearest":
-        return None
-    state, rest = 0, options.seed
+    state, rest = 0, seed
     while True:  # a seed may have any number of bits
         state = _mix(state ^ (rest & MASK))
         rest >>= 64

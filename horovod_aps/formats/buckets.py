@@ -55,10 +55,12 @@ def bucket_sums(terms: Values) -> Values:
 
 
 class BucketFormat(Format):
-    """A format whose buckets carry `n_sides` float32 each."""
+    """A format whose buckets carry `n_sides` scales each, float32 unless `scale_dtype` says otherwise."""
 
     scale = "block"
     n_sides: int = 1
+    scale_dtype: npt.DTypeLike = np.float32
+    nan_scale: float = np.nan  # of a bucket that is not finite
 
     # ---- what a subclass says -------------------------------------------------------------------------------
 
@@ -92,7 +94,7 @@ class BucketFormat(Format):
 
     def side_bytes(self, n_elements: int) -> int:
         """Bytes of the scales of all buckets."""
-        return 4 * self.n_sides * self.n_buckets(n_elements)
+        return np.dtype(self.scale_dtype).itemsize * self.n_sides * self.n_buckets(n_elements)
 
     # ---- segments, as a `codecs.HostCodec` has it --------------------------------------------------------------
 
@@ -159,7 +161,7 @@ class BucketFormat(Format):
 
     def _encode(self, values: Floats, random: Random) -> tuple[Codes, Floats]:
         """Codes, and scales of shape (buckets,) or (buckets, n_sides)."""
-        n, block = values.size, self.block or max(values.size, 1)
+        n, block = values.size, self._block_of(values.size)
         n_buckets = self.n_buckets(n)
         padded = np.zeros(n_buckets * block, np.float32)
         padded[:n] = values
@@ -167,8 +169,8 @@ class BucketFormat(Format):
         rows = padded.reshape(-1, block)
         with np.errstate(invalid="ignore", over="ignore"):
             parts = [self._scales(rows[:whole], block), self._scales(rows[whole:], n - whole * block)]
-            scales = np.concatenate(parts).astype(np.float32)
-            scales[~np.isfinite(rows).all(axis=1)] = np.nan
+            scales = np.concatenate(parts).astype(self.scale_dtype)
+            scales[~np.isfinite(rows).all(axis=1)] = self.nan_scale
             codes = self._codes(values, self._spread(scales, n), random)
         return codes, scales
 
@@ -178,12 +180,16 @@ class BucketFormat(Format):
 
     def _spread(self, scales: Floats, n: int) -> Floats:
         """The scales of the bucket of each element."""
-        return np.repeat(scales, self.block or max(n, 1), axis=0)[:n]
+        return np.repeat(scales, self._block_of(n), axis=0)[:n]
+
+    def _block_of(self, n: int) -> int:
+        """Elements of a bucket, of n at most."""
+        return max(min(self.block or n, n), 1)
 
     def _split(self, data: Bytes, n: int) -> tuple[Codes, Floats]:
         sides = self.side_bytes(n)
         shape = (-1,) if self.n_sides == 1 else (-1, self.n_sides)
-        scales = data[:sides].copy().view(np.float32).reshape(shape)
+        scales = data[:sides].copy().view(self.scale_dtype).reshape(shape)
         return arrays.unpack_codes(data[sides : sides + packed_bytes(n, self.bits)], self.bits, n), scales
 
     # ---- arguments ------------------------------------------------------------------------------------------
@@ -219,10 +225,10 @@ class BucketFormat(Format):
     def _checked_scales(self, scales: Any, n: int) -> Floats:
         array, _ = _open(scales)
         wanted = (self.n_buckets(n),) if self.n_sides == 1 else (self.n_buckets(n), self.n_sides)
-        if array.dtype != np.float32 or array.shape != wanted:
+        if array.dtype != self.scale_dtype or array.shape != wanted:
             raise ValueError(
-                f"{self._kind}: scales must be float32 of shape {wanted} for {n} codes, as `encode` gives them, "
-                f"got {array.dtype} of shape {array.shape}"
+                f"{self._kind}: scales must be {np.dtype(self.scale_dtype)} of shape {wanted} for {n} codes, "
+                f"as `encode` gives them, got {array.dtype} of shape {array.shape}"
             )
         return np.ascontiguousarray(array)
 

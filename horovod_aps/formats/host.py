@@ -36,4 +36,4 @@ class HostFormat(Format):
 
     def describe(self, segment: Table | np.void) -> None:
         """The number under which the codec is known in this process."""
-        segment["family"], segment["codec"] = FAMILY_HOST, codecs.number_of(self)
+        segment["family"], segment["codec"], segment["flags"] = FAMILY_HOST, codecs.number_of(self), 0

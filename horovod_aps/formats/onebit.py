@@ -10,9 +10,8 @@ from typing import Any, Literal
 import numpy as np
 
 from horovod_aps.formats.buckets import MAX_BUCKET, BucketFormat, Codes, Floats, bucket_sums, checked_int
-from horovod_aps.kernels import codecs
 from horovod_aps.kernels.codecs import Random
-from horovod_aps.kernels.segments import FAMILY_HOST, Table
+from horovod_aps.kernels.segments import FAMILY_ONEBIT, Table
 
 BUCKET = 64
 
@@ -80,8 +79,9 @@ class OneBit(BucketFormat):
         return self.bucket if isinstance(self.bucket, int) else 0
 
     def describe(self, segment: Table | np.void) -> None:
-        """The number of the codec."""
-        segment["family"], segment["codec"] = FAMILY_HOST, codecs.number_of(self)
+        """The bucket."""
+        segment["family"], segment["codec"], segment["flags"] = FAMILY_ONEBIT, 0, 0
+        segment["exp_bits"], segment["man_bits"], segment["block"] = 0, 0, self.block
 
     # ---- arrays ---------------------------------------------------------------------------------------------
 

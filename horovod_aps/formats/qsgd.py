@@ -10,9 +10,8 @@ from typing import Any, Literal
 import numpy as np
 
 from horovod_aps.formats.buckets import MAX_BUCKET, BucketFormat, Codes, Floats, bucket_sums, checked_int
-from horovod_aps.kernels import codecs
 from horovod_aps.kernels.codecs import Random
-from horovod_aps.kernels.segments import FAMILY_HOST, Table
+from horovod_aps.kernels.segments import FAMILY_QSGD, Table
 
 BUCKET = 512
 NORMS = ("max", "l2")
@@ -84,8 +83,9 @@ class QSGD(BucketFormat):
         return self.bucket
 
     def describe(self, segment: Table | np.void) -> None:
-        """The number of the codec."""
-        segment["family"], segment["codec"] = FAMILY_HOST, codecs.number_of(self)
+        """Bits of a level, the norm, the bucket."""
+        segment["family"], segment["codec"], segment["flags"] = FAMILY_QSGD, NORMS.index(self.norm), 0
+        segment["exp_bits"], segment["man_bits"], segment["block"] = 0, self.bits - 1, self.bucket
 
     # ---- arrays ---------------------------------------------------------------------------------------------
 

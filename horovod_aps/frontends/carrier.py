@@ -58,7 +58,7 @@ def carrier_place(options: Options, size: int, over_gloo: bool) -> Place:
     float16 is too small.
     """
     room = int(np.ceil(np.log2(size)))
-    fmt = options.default_format
+    fmt = options.float_format
     below = fmt.top_exponent - 2 + 2 ** (fmt.exp_bits - 1) + fmt.man_bits  # from the top to the least subnormal
     if FLOAT16_TOP - room - below < FLOAT16_BOTTOM:
         raise ValueError(

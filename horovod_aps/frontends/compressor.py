@@ -6,17 +6,20 @@ import fnmatch
 import itertools
 import weakref
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from horovod_aps.engine.exchange import Exchange
-from horovod_aps.formats import FloatFormat
+from horovod_aps.formats import Format, parse
 from horovod_aps.frontends.reducer import Reducer, ReducerKey
 from horovod_aps.log import logger
 from horovod_aps.options import AUTO_CANDIDATES, Options
 
+FORMAT_OPTIONS = ("e", "m", "specials", "format")  # what says the format of most layers
+OPTIONS = {field.name for field in fields(Options)} - {*FORMAT_OPTIONS, "who"}
 _ids = itertools.count()
 R = TypeVar("R", bound=Reducer)
 
@@ -29,6 +32,218 @@ class BaseCompressor:
     becomes NaN as a whole, on all ranks. Compressors are told apart by the order in which they are made, so make
     them in the same order on all ranks.
     """
+
+    _who = "PackedCompressor"
+    """What messages call it."""
+
+    def __init__(self, format: Format | str, **options: Any) -> None:
+        """Any format for all layers that no override names.
+
+        Args:
+            format: one of `horovod_aps.formats`, or its text, such as "e4m3". `QSGD` is always stochastic, seeded by
+                `seed`. `OneBit` needs error_feedback=True.
+            options: those of `APSCompressor`, without e, m and specials, which belong to a FloatFormat. Pairs (e, m)
+                in overrides and auto_candidates have specials if `format` is no FloatFormat without.
+        """
+        if format is None:
+            raise TypeError(f"{self._who}: format must be one of horovod_aps.formats or its text, got None")
+        unknown = sorted(set(options) - OPTIONS)
+        if unknown:
+            raise TypeError(
+                f"{self._who}: no option is called {', '.join(unknown)}; there are {', '.join(sorted(OPTIONS))}"
+            )
+        if options.get("overrides", 0) is None:
+            del options["overrides"]
+        if "auto_candidates" in options:
+            options["auto_candidates"] = tuple(options["auto_candidates"])
+        self._options = Options(format=format, who=self._who, **options)
+        self._start()
+
+    def _start(self) -> None:
+        self._number = next(_ids)
+        self._name = f"horovod_aps.{self._number}"
+        self._reducers: dict[ReducerKey, Reducer] = {}
+        self._retired: dict[ReducerKey, Reducer] = {}
+        self._loaded: dict[str, Any] | None = None
+        self._made_with = self._options
+        self._changes: dict[str, Any] = {}  # by set_format, since then
+        self._looked = False
+
+    def __repr__(self) -> str:
+        options = self._options
+        if options.format is None and self._who != BaseCompressor._who:
+            return f"{type(self).__name__}(e={options.e}, m={options.m})"
+        return f"{type(self).__name__}({str(options.default_format)!r})"
+
+    def _keep(self, key: ReducerKey, reducer: R) -> R:
+        """Remember what reduces the tensors of one process set, with the state that was loaded, if any.
+
+        A reducer of another world hands its residuals and position on; a state that was loaded before that world began
+        is older than these.
+        """
+        self._reducers[key] = reducer
+        weakref.finalize(self, reducer.close)
+        for old_key, old in list(self._retired.items()):
+            if old_key.process_set_id == key.process_set_id and old_key.place == key.place:
+                reducer.load_state(old.state())
+                reducer.statistics = old.statistics
+                del self._retired[old_key]
+                return reducer
+        if self._loaded is not None:
+            reducer.load_state(self._loaded)
+        return reducer
+
+    def _look_for_idle_overrides(self, reducer: Reducer) -> None:
+        """Warn, once, of patterns that no tensor's name matches, after steps in which all should have been there."""
+        if self._looked or not isinstance(reducer, Exchange) or reducer.step_number < 2:
+            return
+        self._looked = True
+        overrides = self._options.overrides
+        if isinstance(overrides, str) or reducer.transport is None or reducer.transport.rank != 0:
+            return
+        exchanges = [one for one in self._reducers.values() if isinstance(one, Exchange)]
+        names = sorted({name for exchange in exchanges for name in exchange.names()})
+        idle = [pattern for pattern in overrides if not fnmatch.filter(names, pattern)]
+        if idle:
+            logger.warning(
+                "overrides %s match none of the %d tensors, which are called %s%s",
+                idle,
+                len(names),
+                ", ".join(names[:5]),
+                ", ..." if len(names) > 5 else "",
+            )
+
+    def _retire_all(self) -> None:
+        """The world has changed, even if rank and size have not: every rank makes its reducers anew."""
+        for key in list(self._reducers):
+            self._retire(key)
+
+    def _retire(self, key: ReducerKey) -> None:
+        self._retired[key] = self._reducers.pop(key)
+        self._retired[key].forget()
+        self._retired[key].close()
+
+    # ---- For people ---------------------------------------------------------------------------------------
+
+    def set_format(
+        self,
+        e: int | None = None,
+        m: int | None = None,
+        *,
+        format: Format | str | None = None,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Change the format between steps; call it at the same point on all ranks, which is checked.
+
+        A rank that was left behind makes the next exchange raise ValueError on all of them. `e` and `m`, or any
+        `format`, are for the layers that no override names; new `overrides` replace all former ones, those that "auto"
+        has chosen among them.
+        """
+        changes: dict[str, Any] = {key: value for key, value in (("e", e), ("m", m)) if value is not None}
+        if format is not None:
+            if changes:
+                raise ValueError(f"{self._who}: set_format takes e and m, or format, got both")
+            changes["format"] = format
+        elif changes and self._options.format is not None:
+            changes["format"] = None
+        if overrides is not None:
+            changes["overrides"] = dict(overrides)
+        options = self._options.replace(**changes)
+        if "format" in changes:
+            changes |= {name: getattr(options, name) for name in FORMAT_OPTIONS}
+        for reducer in self._reducers.values():
+            reducer.change(changes)
+        self._options = options
+        self._changes |= {name: getattr(options, name) for name in changes}
+
+    def chosen_overrides(self) -> dict[str, Any] | None:
+        """What overrides="auto" has chosen, as a dict to paste back; None while it still measures, and without it."""
+        return self._merge(reducer.chosen for reducer in self._reducers.values())
+
+    @staticmethod
+    def _merge(parts: Iterable[dict[str, Any] | None]) -> dict[str, Any] | None:
+        """One dict of all that are there."""
+        known = [part for part in parts if part is not None]
+        return {name: value for part in known for name, value in part.items()} if known else None
+
+    def stats(self) -> dict[str, Any]:
+        """Bytes sent against fp32, their ratio, the way taken, and per layer the exponent and, if asked for, errors.
+
+        `bytes_sent` are this rank's. Where the ranks of a host send for each other (`hierarchy`), `bytes_fp32` is this
+        rank's share of what a ring all-reduce would send from the host.
+        """
+        merged: dict[str, Any] = {"bytes_sent": 0.0, "bytes_fp32": 0.0, "ratio": None, "hierarchy": None, "layers": {}}
+        for reducer in self._reducers.values():
+            part = reducer.statistics.as_dict()
+            merged["bytes_sent"] += part["bytes_sent"]
+            merged["bytes_fp32"] += part["bytes_fp32"]
+            merged["layers"].update(part["layers"])
+        ways = {reducer.way for reducer in self._reducers.values()} - {""}
+        merged["hierarchy"] = ", ".join(sorted(ways)) or None
+        if merged["bytes_fp32"]:
+            merged["ratio"] = merged["bytes_sent"] / merged["bytes_fp32"]
+        return merged
+
+    def report(self, path: str | Path, title: str = "APS run") -> None:
+        """Write an HTML page on `stats()`, with errors if the compressor was made with stats=True."""
+        from horovod_aps.tools import report
+
+        report.write(self.stats(), path, title)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals, schedule position and what `set_format` has set; each rank saves its own, for residuals differ."""
+        reducers = [*self._retired.values(), *self._reducers.values()]
+        changes = {"set_format": {name: _plain(value) for name, value in self._changes.items()}}
+        if not reducers:
+            empty = {"step_number": 0, "residuals": {}, "overrides": None, "auto": None}
+            return (self._loaded or empty) | changes
+        states = [reducer.state() for reducer in reducers]
+        return {
+            "step_number": max(state["step_number"] for state in states),
+            **changes,
+            **{key: self._merge(state[key] for state in states) for key in ("residuals", "overrides", "auto")},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict()`; a resumed run equals an uninterrupted one bit for bit.
+
+        What `set_format` had set comes back; all other options stay as this compressor was made with.
+        """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"{self._who}: state must be what state_dict() returns, got {type(state).__name__}")
+        missing = {"step_number", "residuals", "overrides"} - set(state)
+        if missing:
+            raise ValueError(f"{self._who}: state has no {', '.join(sorted(missing))}")
+        residuals = {name: np.asarray(value, np.float32).flatten() for name, value in state["residuals"].items()}
+        self._loaded = {
+            "step_number": int(state["step_number"]),
+            "residuals": residuals,
+            "overrides": state["overrides"],
+            "auto": state.get("auto"),
+        }
+        self._retired = {}
+        if "set_format" in state:  # older states do not know
+            self._changes = {name: _unplain(value) for name, value in state["set_format"].items()}
+            self._options = self._made_with.replace(**self._changes)
+        for reducer in self._reducers.values():
+            if "set_format" in state:
+                reducer.change({name: getattr(self._options, name) for name in (*FORMAT_OPTIONS, "overrides")})
+            reducer.load_state(self._loaded)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy takes along options and state, never communicators."""
+        return {"options": self._made_with, "state": self.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._options = state["options"]
+        self._start()
+        self.load_state_dict(state["state"])
+
+
+class ByBits(BaseCompressor):
+    """A compressor whose format is given by its bits."""
+
+    _who = "APSCompressor"
 
     def __init__(
         self,
@@ -103,175 +318,12 @@ class BaseCompressor:
         )
         self._start()
 
-    def _start(self) -> None:
-        self._number = next(_ids)
-        self._name = f"horovod_aps.{self._number}"
-        self._reducers: dict[ReducerKey, Reducer] = {}
-        self._retired: dict[ReducerKey, Reducer] = {}
-        self._loaded: dict[str, Any] | None = None
-        self._made_with = self._options
-        self._changes: dict[str, Any] = {}  # by set_format, since then
-        self._looked = False
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(e={self._options.e}, m={self._options.m})"
-
-    def _keep(self, key: ReducerKey, reducer: R) -> R:
-        """Remember what reduces the tensors of one process set, with the state that was loaded, if any.
-
-        A reducer of another world hands its residuals and position on; a state that was loaded before that world began
-        is older than these.
-        """
-        self._reducers[key] = reducer
-        weakref.finalize(self, reducer.close)
-        for old_key, old in list(self._retired.items()):
-            if old_key.process_set_id == key.process_set_id and old_key.place == key.place:
-                reducer.load_state(old.state())
-                reducer.statistics = old.statistics
-                del self._retired[old_key]
-                return reducer
-        if self._loaded is not None:
-            reducer.load_state(self._loaded)
-        return reducer
-
-    def _look_for_idle_overrides(self, reducer: Reducer) -> None:
-        """Warn, once, of patterns that no tensor's name matches, after steps in which all should have been there."""
-        if self._looked or not isinstance(reducer, Exchange) or reducer.step_number < 2:
-            return
-        self._looked = True
-        overrides = self._options.overrides
-        if isinstance(overrides, str) or reducer.transport is None or reducer.transport.rank != 0:
-            return
-        exchanges = [one for one in self._reducers.values() if isinstance(one, Exchange)]
-        names = sorted({name for exchange in exchanges for name in exchange.names()})
-        idle = [pattern for pattern in overrides if not fnmatch.filter(names, pattern)]
-        if idle:
-            logger.warning(
-                "overrides %s match none of the %d tensors, which are called %s%s",
-                idle,
-                len(names),
-                ", ".join(names[:5]),
-                ", ..." if len(names) > 5 else "",
-            )
-
-    def _retire_all(self) -> None:
-        """The world has changed, even if rank and size have not: every rank makes its reducers anew."""
-        for key in list(self._reducers):
-            self._retire(key)
-
-    def _retire(self, key: ReducerKey) -> None:
-        self._retired[key] = self._reducers.pop(key)
-        self._retired[key].forget()
-        self._retired[key].close()
-
-    # ---- For people ---------------------------------------------------------------------------------------
-
-    def set_format(
-        self, e: int | None = None, m: int | None = None, *, overrides: Mapping[str, Any] | None = None
-    ) -> None:
-        """Change the format between steps; call it at the same point on all ranks, which is checked.
-
-        A rank that was left behind makes the next exchange raise ValueError on all of them. `e` and `m` are for the
-        layers that no override names; new `overrides` replace all former ones, those that "auto" has chosen among them.
-        """
-        changes: dict[str, Any] = {key: value for key, value in (("e", e), ("m", m)) if value is not None}
-        if overrides is not None:
-            changes["overrides"] = dict(overrides)
-        options = self._options.replace(**changes)
-        for reducer in self._reducers.values():
-            reducer.change(changes)
-        self._options = options
-        self._changes |= {name: getattr(options, name) for name in changes}
-
-    def chosen_overrides(self) -> dict[str, Any] | None:
-        """What overrides="auto" has chosen, as a dict to paste back; None while it still measures, and without it."""
-        return self._merge(reducer.chosen for reducer in self._reducers.values())
-
-    @staticmethod
-    def _merge(parts: Iterable[dict[str, Any] | None]) -> dict[str, Any] | None:
-        """One dict of all that are there."""
-        known = [part for part in parts if part is not None]
-        return {name: value for part in known for name, value in part.items()} if known else None
-
-    def stats(self) -> dict[str, Any]:
-        """Bytes sent against fp32, their ratio, the way taken, and per layer the exponent and, if asked for, errors.
-
-        `bytes_sent` are this rank's. Where the ranks of a host send for each other (`hierarchy`), `bytes_fp32` is this
-        rank's share of what a ring all-reduce would send from the host.
-        """
-        merged: dict[str, Any] = {"bytes_sent": 0.0, "bytes_fp32": 0.0, "ratio": None, "hierarchy": None, "layers": {}}
-        for reducer in self._reducers.values():
-            part = reducer.statistics.as_dict()
-            merged["bytes_sent"] += part["bytes_sent"]
-            merged["bytes_fp32"] += part["bytes_fp32"]
-            merged["layers"].update(part["layers"])
-        ways = {reducer.way for reducer in self._reducers.values()} - {""}
-        merged["hierarchy"] = ", ".join(sorted(ways)) or None
-        if merged["bytes_fp32"]:
-            merged["ratio"] = merged["bytes_sent"] / merged["bytes_fp32"]
-        return merged
-
-    def report(self, path: str | Path, title: str = "APS run") -> None:
-        """Write an HTML page on `stats()`, with errors if the compressor was made with stats=True."""
-        from horovod_aps.tools import report
-
-        report.write(self.stats(), path, title)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Residuals, schedule position and what `set_format` has set; each rank saves its own, for residuals differ."""
-        reducers = [*self._retired.values(), *self._reducers.values()]
-        changes = {"set_format": {name: _plain(value) for name, value in self._changes.items()}}
-        if not reducers:
-            empty = {"step_number": 0, "residuals": {}, "overrides": None, "auto": None}
-            return (self._loaded or empty) | changes
-        states = [reducer.state() for reducer in reducers]
-        return {
-            "step_number": max(state["step_number"] for state in states),
-            **changes,
-            **{key: self._merge(state[key] for state in states) for key in ("residuals", "overrides", "auto")},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict()`; a resumed run equals an uninterrupted one bit for bit.
-
-        What `set_format` had set comes back; all other options stay as this compressor was made with.
-        """
-        if not isinstance(state, Mapping):
-            raise TypeError(f"APSCompressor: state must be what state_dict() returns, got {type(state).__name__}")
-        missing = {"step_number", "residuals", "overrides"} - set(state)
-        if missing:
-            raise ValueError(f"APSCompressor: state has no {', '.join(sorted(missing))}")
-        residuals = {name: np.asarray(value, np.float32).flatten() for name, value in state["residuals"].items()}
-        self._loaded = {
-            "step_number": int(state["step_number"]),
-            "residuals": residuals,
-            "overrides": state["overrides"],
-            "auto": state.get("auto"),
-        }
-        self._retired = {}
-        if "set_format" in state:  # older states do not know
-            self._changes = {name: _unplain(value) for name, value in state["set_format"].items()}
-            self._options = self._made_with.replace(**self._changes)
-        for reducer in self._reducers.values():
-            if "set_format" in state:
-                reducer.change({name: getattr(self._options, name) for name in ("e", "m", "overrides")})
-            reducer.load_state(self._loaded)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy takes along options and state, never communicators."""
-        return {"options": self._made_with, "state": self.state_dict()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._options = state["options"]
-        self._start()
-        self.load_state_dict(state["state"])
-
 
 def _plain(value: Any) -> Any:
     """A number, or overrides with every format as text or numbers, which all kinds of checkpoints can hold."""
     if isinstance(value, Mapping):
-        return {pattern: str(fmt) if isinstance(fmt, FloatFormat) else fmt for pattern, fmt in value.items()}
-    return value
+        return {pattern: _plain(fmt) for pattern, fmt in value.items()}
+    return str(value) if isinstance(value, Format) else value
 
 
 def _unplain(value: Any) -> Any:
@@ -279,5 +331,5 @@ def _unplain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {pattern: _unplain(fmt) for pattern, fmt in value.items()}
     if isinstance(value, str) and value != "float32":
-        return FloatFormat.parse(value)
+        return parse(value)
     return tuple(value) if isinstance(value, list) else value

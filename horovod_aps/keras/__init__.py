@@ -11,7 +11,7 @@ from horovod_aps.keras.callbacks import (
     MetricAverageCallback,
 )
 from horovod_aps.keras.optimizer import DistributedOptimizer, load_model
-from horovod_aps.tensorflow import APSCompressor
+from horovod_aps.tensorflow import APSCompressor, PackedCompressor
 
 __all__ = [
     "APSCompressor",
@@ -20,5 +20,6 @@ __all__ = [
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
+    "PackedCompressor",
     "load_model",
 ]

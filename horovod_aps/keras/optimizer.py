@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from horovod_aps.frontends.checks import NO_INSTANCE
-from horovod_aps.tensorflow import APSCompressor
+from horovod_aps.tensorflow import PackedCompressor
 from horovod_aps.tensorflow.seam import allreduce_group, refuse_xla
 
 MARK = "_horovod_aps_distributed"
@@ -44,7 +44,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Args:
         optimizer: any Keras optimizer; put a LossScaleOptimizer inside, never around.
-        compression: None, `hvd.Compression.fp16` or an `APSCompressor`.
+        compression: None, `hvd.Compression.fp16`, a `PackedCompressor` or an `APSCompressor`.
         name: of the operations; by default it has the optimizer's.
         device_dense: must be empty: gradients are reduced where they are.
         device_sparse: must be empty.
@@ -101,7 +101,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 def _check_compression(compression: Any) -> None:
-    if isinstance(compression, type) and issubclass(compression, APSCompressor):
+    if isinstance(compression, type) and issubclass(compression, PackedCompressor):
         raise TypeError(NO_INSTANCE.replace("APSCompressor:", "DistributedOptimizer:", 1))
     if compression is not None and not hasattr(compression, "compress"):
         raise TypeError(
@@ -197,7 +197,7 @@ class _Reducer:
                     continue
                 results[i] = tf.convert_to_tensor(grad)
             # Horovod's own groups hold one dtype each; ours share their buckets among all.
-            kind = None if isinstance(self.compression, APSCompressor) else results[i].dtype
+            kind = None if isinstance(self.compression, PackedCompressor) else results[i].dtype
             dense.setdefault(kind, []).append(i)
         for kind, positions in dense.items():
             tensors = [results[i] for i in positions]

@@ -23,6 +23,7 @@ from horovod_aps.kernels.segments import (
     EXP_ZERO,
     FAMILY_HOST,
     ITEM_SIZES,
+    NEAREST,
     SUM_FLOAT,
     Bytes,
     Table,
@@ -157,10 +158,15 @@ class Segment:
         """See Kernels.scan."""
         self.exponent = self._exponent_of(self.load(), stochastic)
 
+    @property
+    def _draws(self) -> bool:
+        """Whether it rounds stochastically where there is a seed."""
+        return not int(self._record["flags"]) & NEAREST
+
     def _exponent_of(self, values: Values, stochastic: bool) -> int:
         if not np.isfinite(values).all():
             return EXP_NONFINITE
-        return self.codec.exponent_of(values, stochastic) if values.any() else EXP_ZERO
+        return self.codec.exponent_of(values, stochastic and self._draws) if values.any() else EXP_ZERO
 
     def encode(self, message: int, seed: int | None) -> None:
         """See Kernels.encode."""
@@ -171,7 +177,7 @@ class Segment:
         out[:] = 0 if values is None else self.codec.encode_segment(values, self.exponent, self._random(seed))
 
     def _random(self, seed: int | None) -> Random:
-        if seed is None:
+        if seed is None or not self._draws:
             return None
         out = np.empty(self.n, np.uint32)
         uid, first = int(self._record["uid"]), int(self._record["first"])

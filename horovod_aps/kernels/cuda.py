@@ -1,9 +1,11 @@
 """The CUDA kernels: `protocol.Kernels` over CuPy, with the same table of segments as on the CPU.
 
-Kernels run on a stream of our own. `begin` orders them after what the framework has queued, `end` orders what the
-framework queues next after them; between the two nothing waits on the host. What the host must know, the exponents, is
-copied to pinned memory, and the request of the operation says when it is there. Messages lie in device memory;
-`reach` puts what carries them to other ranks in front of a transport.
+Kernels run on streams of our own; nothing waits on the host. `begin` has one of them, the front, wait for what the
+framework has queued; `scan` and what comes before it run there. Everything else runs on the other, once the host has
+seen the scan's request done: a program queues backward far ahead of the device, and what earlier buckets still need
+must not stand behind scans of later ones. `end` orders what the framework queues next after all of it. What the host
+must know, the exponents, is copied to pinned memory, and the request of the operation says when it is there. Messages
+lie in device memory; `reach` puts what carries them to other ranks in front of a transport.
 
 Segments hold device addresses, which the frontends take from tensors without a copy. The module that stands for the
 device is passed in, so the tests run these launchers on the host with a stand-in for CuPy.
@@ -21,7 +23,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from horovod_aps.kernels import nvrtc
+from horovod_aps.kernels import nvrtc, tables
 from horovod_aps.kernels.memory import DeviceArray, PinnedPool, Uploads
 from horovod_aps.kernels.native import library, raise_on_error
 from horovod_aps.kernels.protocol import DONE, Buffer, Kernels, Request
@@ -29,9 +31,15 @@ from horovod_aps.kernels.segments import (
     EXP_NONFINITE,
     EXP_ZERO,
     FAMILY_FLOAT,
+    FAMILY_MX,
+    FAMILY_ONEBIT,
+    FAMILY_QSGD,
     FAMILY_RAW,
+    FAMILY_TABLE,
     FLOAT32,
     FLOAT64,
+    NEAREST,
+    SEGMENT,
     SPECIALS,
     SUM_FLOAT,
     Bytes,
@@ -49,7 +57,14 @@ from horovod_aps.transports.device import DeviceTransport
 TILE = 4096  # elements per tile, as APS_TILE in aps_kernels.cu
 MEASURE_CHUNK = 256  # as APS_MEASURE_CHUNK in aps_codecs.h
 WARP = 32
+# These have kernels of their own, in aps_kernels_buckets.h.
+BUCKET_FAMILIES = (FAMILY_QSGD, FAMILY_ONEBIT, FAMILY_TABLE, FAMILY_MX)
 TILE_DTYPE = np.dtype([("segment", np.int64), ("begin", np.int64)])
+# Bytes between the fields of a segment, which have any content: a table that is there already would be sent again.
+HOLES = np.setdiff1d(
+    np.arange(SEGMENT.itemsize),
+    [at + k for dtype, at, *_ in (SEGMENT.fields or {}).values() for k in range(dtype.itemsize)],
+)
 
 Rows = npt.NDArray[np.bool_]
 
@@ -77,7 +92,8 @@ def encodes_in_float(segs: Table, exponents: np.ndarray, stochastic: bool) -> Ro
     """Which segments aps_encode_fast encodes, given values as float32."""
     emin, emax = _limits(segs)
     man, exponents = segs["man_bits"].astype(np.int64), exponents.astype(np.int64)
-    spread = emax - emin + man + (33 if stochastic else 2)
+    draws = stochastic & (segs["flags"] & NEAREST == 0)
+    spread = emax - emin + man + np.where(draws, 33, 2)
     shift = emax - exponents
     fits = (segs["exp_bits"] <= 7) & (man <= 21) & (shift >= -126) & (shift <= 127) & (exponents - spread >= -126)
     return (segs["family"] == FAMILY_RAW) | _is_constant(exponents) | fits
@@ -96,15 +112,27 @@ def decodes_in_float(segs: Table, factors: np.ndarray, n_in: int, accumulate: in
     return (segs["family"] == FAMILY_RAW) | _is_constant(exponents) | fits
 
 
-def tiles_of(segs: Table, size: int, rows: Rows | None = None) -> npt.NDArray[np.void]:
+def has_buckets(segs: Table) -> Rows:
+    """Which segments have scales of buckets before their codes."""
+    return np.isin(segs["family"], BUCKET_FAMILIES)
+
+
+def bucket_tiles_of(segs: Table, rows: Rows) -> npt.NDArray[np.void]:
+    """The table that cuts the segments in `rows` into tiles of whole buckets, of TILE elements or more."""
+    block = np.where(segs["block"] == 0, np.maximum(segs["n"], 1), segs["block"]).astype(np.int64)
+    return tiles_of(segs, block * -(-TILE // block), rows)
+
+
+def tiles_of(segs: Table, size: int | npt.NDArray[np.int64], rows: Rows | None = None) -> npt.NDArray[np.void]:
     """Return the table that cuts the segments, or those in `rows`, into tiles of `size` elements."""
+    size = np.broadcast_to(size, segs.shape)
     counts = -(-segs["n"] // size)
     if rows is not None:
         counts = np.where(rows, counts, 0)
     tiles = np.empty(int(counts.sum()), dtype=TILE_DTYPE)
     tiles["segment"] = np.repeat(np.arange(len(segs)), counts)
     first = np.cumsum(counts) - counts
-    tiles["begin"] = (np.arange(len(tiles)) - np.repeat(first, counts)) * size
+    tiles["begin"] = (np.arange(len(tiles)) - np.repeat(first, counts)) * np.repeat(size, counts)
     return tiles
 
 
@@ -146,6 +174,7 @@ class CudaKernels(Kernels):
         self.block, self.max_grid = block, max_grid
         self._index = index
         self._is_ready = self._is_dirty = False
+        self._local = threading.local()  # the stream that a thread's operations go to, if it is the front
         self._waited = -1  # the framework's stream that has waited for all of ours
 
     # Launching ----------------------------------------------------------------------------------------------
@@ -163,15 +192,29 @@ class CudaKernels(Kernels):
         cuda = self.device.cuda
         with cuda.Device(self.index):
             if not self._is_ready:
-                self.stream, self.copies = cuda.Stream(non_blocking=True), cuda.Stream(non_blocking=True)
+                self.stream, self.front, self.copies = (cuda.Stream(non_blocking=True) for _ in range(3))
                 self.pinned = PinnedPool(cuda)
                 self._fetching: deque[tuple[Any, np.ndarray]] = deque()
-                with self.stream:
-                    self._uploads = Uploads(cuda, self.stream)
-                self._tiles: dict[tuple[bytes, bytes, int], npt.NDArray[np.void]] = {}
+                self._uploads_of: dict[int, Uploads] = {}
+                for stream in (self.stream, self.front):
+                    with stream:
+                        self._uploads_of[stream.ptr] = Uploads(cuda, stream)
+                self._tiles: dict[tuple[bytes, bytes, int | bytes], npt.NDArray[np.void]] = {}
                 self._is_ready = True
-            with self.stream:
+            with self._active:
                 yield
+
+    @property
+    def _active(self) -> Any:
+        return getattr(self._local, "active", self.stream)
+
+    @property
+    def _uploads(self) -> Uploads:
+        return self._uploads_of[self._active.ptr]
+
+    def _leave_front(self) -> None:
+        """What follows is not about the data of a scan that is under way."""
+        self._local.__dict__.pop("active", None)
 
     def function(self, name: str) -> Any:
         """The kernel of this name; compiles all of them for the device when it is first asked for one."""
@@ -188,32 +231,73 @@ class CudaKernels(Kernels):
     def _launch(self, name: str, n_work: int, *arguments: np.integer) -> None:
         if n_work:
             grid = min(n_work, self.max_grid)
-            self.function(name)((grid,), (self.block,), arguments, 0, self.stream)
+            self.function(name)((grid,), (self.block,), arguments, 0, self._active)
             self._is_dirty = True
 
     def _table(self, segs: Table, exponents: np.ndarray) -> tuple[np.uint64, np.uint64]:
         """Addresses of the segments, without their exponents, and of these."""
         still = segs.copy()
         still["exponent"] = 0
+        still.view(np.uint8).reshape(len(still), -1)[:, HOLES] = 0
         put = self._uploads.put
+        for row in np.flatnonzero(segs["family"] == FAMILY_TABLE):
+            still[row]["first"] = put(tables.table(int(segs[row]["codec"])))
         return np.uint64(put(still)), np.uint64(put(exponents.astype(np.int32)))
 
     def _run(self, name: str, segs: Table, exponents: np.ndarray, common: Rows, rows: Rows, *rest: np.integer) -> None:
-        """Launch an operation: its common kernel on some segments, its wide one on the others."""
+        """Launch an operation: its common kernel on some segments, its wide one on the others, or that for buckets."""
         table = self._table(segs, exponents)
-        for suffix, mine in (("_kernel", rows & common), ("_wide_kernel", rows & ~common)):
-            tiles = self._tiles_of(segs, mine, TILE)
-            if len(tiles):
-                address = np.uint64(self._uploads.put(tiles))
-                self._launch(name + suffix, len(tiles), *table, address, np.int64(len(tiles)), *rest)
+        own = has_buckets(segs) & (name not in ("scan", "add"))  # these look at no format
+        if own.any() and name in ("encode", "reduce"):
+            of_tables = segs["family"] == FAMILY_TABLE
+            self._launch_tiles(name + "_sides_kernel", table, self._tiles_of(segs, own & ~of_tables, None), *rest)
+            if of_tables.any():
+                self._write_table_scales(name, segs, table, of_tables, ~_is_constant(exponents), *rest)
+        for suffix, mine in (
+            ("_kernel", rows & common & ~own),
+            ("_wide_kernel", rows & ~common & ~own),
+            ("_bucket_kernel", rows & own),
+        ):
+            self._launch_tiles(name + suffix, table, self._tiles_of(segs, mine, TILE), *rest)
         self._uploads.trim()
 
-    def _tiles_of(self, segs: Table, rows: Rows, size: int) -> npt.NDArray[np.void]:
-        key = (segs["n"].tobytes(), rows.tobytes(), size)
+    def _write_table_scales(
+        self,
+        name: str,
+        segs: Table,
+        table: tuple[np.uint64, np.uint64],
+        rows: Rows,
+        usual: Rows,
+        *rest: np.integer,
+    ) -> None:
+        """The largest magnitudes of whole segments: many blocks look for them, as a scan does."""
+        top = self._zeroed(len(segs), np.uint64)
+        where = np.uint64(top.ptr)
+        if name == "encode":
+            wide, message = segs["dtype"] == FLOAT64, rest[0]
+            for kernel, mine in (("scan_kernel", ~wide), ("scan_wide_kernel", wide)):
+                self._launch_tiles(kernel, table, self._tiles_of(segs, rows & usual & mine, TILE), where)
+        else:
+            message = rest[3]
+            tiles = self._tiles_of(segs, rows & usual, TILE)
+            self._launch_tiles("reduce_scan_bucket_kernel", table, tiles, rest[0], rest[1], where)
+        tiles = self._tiles_of(segs, rows, None)
+        self._launch_tiles("table_sides_kernel", table, tiles, where, message, np.int32(name == "reduce"))
+
+    def _launch_tiles(
+        self, name: str, table: tuple[np.uint64, np.uint64], tiles: np.ndarray, *rest: np.integer
+    ) -> None:
+        if len(tiles):
+            address = np.uint64(self._uploads.put(tiles))
+            self._launch(name, len(tiles), *table, address, np.int64(len(tiles)), *rest)
+
+    def _tiles_of(self, segs: Table, rows: Rows, size: int | None) -> npt.NDArray[np.void]:
+        """Tiles of so many elements; None: of whole buckets."""
+        key = (segs["n"].tobytes(), rows.tobytes(), segs["block"].tobytes() if size is None else size)
         if key not in self._tiles:
             if len(self._tiles) >= 1024:
                 self._tiles.clear()
-            self._tiles[key] = tiles_of(segs, size, rows)
+            self._tiles[key] = bucket_tiles_of(segs, rows) if size is None else tiles_of(segs, size, rows)
         return self._tiles[key]
 
     def _check(self, function: str, segs: Table, uses_data: bool, length: int) -> None:
@@ -235,8 +319,8 @@ class CudaKernels(Kernels):
         """Begin to copy device memory to pinned memory; returns an event and the memory."""
         target = self.pinned.take(n_bytes)
         runtime = self.device.cuda.runtime
-        runtime.memcpyAsync(target.ctypes.data, ptr, n_bytes, runtime.memcpyDeviceToHost, self.stream.ptr)
-        event = self._mark(self.stream)
+        runtime.memcpyAsync(target.ctypes.data, ptr, n_bytes, runtime.memcpyDeviceToHost, self._active.ptr)
+        event = self._mark(self._active)
         while self._fetching and self._fetching[0][0].done:
             self._fetching.popleft()
         self._fetching.append((event, target))  # whoever asked for it may forget it
@@ -261,7 +345,7 @@ class CudaKernels(Kernels):
     def _zeroed(self, size: int, dtype: npt.DTypeLike) -> DeviceArray:
         array = self._empty(size, dtype)
         if array.nbytes:
-            self.device.cuda.runtime.memsetAsync(array.ptr, 0, array.nbytes, self.stream.ptr)
+            self.device.cuda.runtime.memsetAsync(array.ptr, 0, array.nbytes, self._active.ptr)
         return array
 
     # Order --------------------------------------------------------------------------------------------------
@@ -271,9 +355,11 @@ class CudaKernels(Kernels):
         return self.device.cuda.ExternalStream(ptr, self.index)
 
     def begin(self) -> None:
-        """Have kernels that follow wait for what the framework has queued so far."""
+        """Have the next scan, and what comes before it, wait for what the framework has queued so far."""
         with self.at_work():
-            self.stream.wait_event(self._mark(self._framework_stream()))
+            self.front.wait_event(self._mark(self._framework_stream()))
+            self.front.wait_event(self._mark(self.stream))  # residuals of the step before, memory that is used again
+            self._local.active = self.front
 
     def end(self) -> None:
         """Have what the framework queues from now on wait for all our kernels so far."""
@@ -283,14 +369,15 @@ class CudaKernels(Kernels):
         if self._is_dirty or self._waited != framework.ptr:
             with self.at_work():
                 framework.wait_event(self._mark(self.stream))
+                framework.wait_event(self._mark(self.front))  # it reads gradients
             self._is_dirty, self._waited = False, framework.ptr
 
     def drain(self) -> None:
         """Wait until nothing is under way; for what has gone wrong."""
         if self._is_ready:
             with self.at_work():
-                self.copies.synchronize()
-                self.stream.synchronize()
+                for stream in (self.front, self.copies, self.stream):
+                    stream.synchronize()
 
     def reach(self, transport: Transport) -> Transport:
         """What brings messages in device memory to other ranks over this transport."""
@@ -303,10 +390,11 @@ class CudaKernels(Kernels):
         self._check("scan", segs, True, -1)
         with self.at_work():
             top = self._zeroed(len(segs), np.uint64)
-            rows = segs["family"] == FAMILY_FLOAT
+            rows = (segs["family"] == FAMILY_FLOAT) | has_buckets(segs)
             unused = np.zeros(len(segs), np.int32)
             self._run("scan", segs, unused, segs["dtype"] != FLOAT64, rows, np.uint64(top.ptr))
             event, found = self._fetch(top.ptr, top.nbytes)
+        self._leave_front()
 
         def finish() -> None:
             library().aps_finish_scan(segs.ctypes.data, len(segs), found.ctypes.data, int(stochastic))
@@ -316,6 +404,7 @@ class CudaKernels(Kernels):
 
     def encode(self, segs: Table, message: Message, seed: int | None = None) -> None:
         """Write the codes of every element into the message; see Kernels.encode."""
+        self._leave_front()
         address, length = _device_address("encode", message)
         self._check("encode", segs, True, length)
         stochastic, bits = seed_argument(seed)
@@ -334,6 +423,7 @@ class CudaKernels(Kernels):
         keep_exponent: bool = False,
     ) -> Request:
         """Sum the inputs and encode the sums into out with new exponents; see Kernels.reduce."""
+        self._leave_front()
         check_accumulate("reduce", accumulate)
         address, length = _device_address("reduce", out)
         stochastic, bits = seed_argument(seed, reduce=True)
@@ -359,7 +449,7 @@ class CudaKernels(Kernels):
             return DONE
         with self.at_work():
             top = self._zeroed(len(segs), np.uint64)
-            rows = (segs["family"] == FAMILY_FLOAT) & ~_is_constant(segs["exponent"])
+            rows = ((segs["family"] == FAMILY_FLOAT) | has_buckets(segs)) & ~_is_constant(segs["exponent"])
             sources = np.uint64(self._uploads.put(addresses))
             arguments = (sources, np.int32(len(inputs)), np.uint64(top.ptr))
             self._run("reduce_scan", segs, segs["exponent"], in_float, rows, *arguments)
@@ -379,6 +469,7 @@ class CudaKernels(Kernels):
         length: int | None = None,
     ) -> None:
         """Sum the inputs, scale back and store in `data`; see Kernels.decode."""
+        self._leave_front()
         check_accumulate("decode", accumulate)
         addresses, shortest = self._inputs("decode", inputs, length)
         self._check("decode", segs, True, shortest)
@@ -390,6 +481,7 @@ class CudaKernels(Kernels):
 
     def residual(self, segs: Table, message: Message) -> None:
         """Subtract from `data` what the own message decodes to; see Kernels.residual."""
+        self._leave_front()
         address, length = _device_address("residual", message)
         self._check("residual", segs, True, length)
         ones = np.ones(len(segs), np.float32)
@@ -408,7 +500,9 @@ class CudaKernels(Kernels):
             arguments = (np.uint64(self._uploads.put(chunks)), np.int64(len(chunks)))
             n_blocks = -(-len(chunks) // self.block)
             table = self._table(segs, segs["exponent"])
-            self._launch("measure_kernel", n_blocks, *table, *arguments, np.uint64(address), np.uint64(out.ptr))
+            rest = (*table, *arguments, np.uint64(address), np.uint64(out.ptr))
+            for name in ("measure_kernel", "measure_bucket_kernel") if has_buckets(segs).any() else ("measure_kernel",):
+                self._launch(name, n_blocks, *rest)
             parts = self._read(out).view(np.float64).reshape(-1, 4)
         bounds = np.concatenate(([0], np.cumsum(-(-segs["n"] // MEASURE_CHUNK))))
         for k in range(len(segs)):

@@ -56,7 +56,10 @@ class Kernels(Protocol):
     """
 
     def begin(self) -> None:
-        """Have operations that follow wait for what the framework has queued so far."""
+        """Have the next scan, and what comes before it, wait for what the framework has queued so far.
+
+        Whatever else is done with the same data comes after the scan's request.
+        """
         ...
 
     def end(self) -> None:
@@ -80,7 +83,11 @@ class Kernels(Protocol):
         ...
 
     def encode(self, segs: Table, message: Message, seed: int | None = None) -> None:
-        """Write round(x * 2^(emax - E)) of every element, saturating; a seed makes it stochastic."""
+        """Write round(x * 2^(emax - E)) of every element, saturating.
+
+        A seed makes it stochastic, except for segments that have the flag NEAREST; so it does in `reduce`, and so does
+        `stochastic` in `scan`.
+        """
         ...
 
     def reduce(

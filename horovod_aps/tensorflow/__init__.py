@@ -4,9 +4,9 @@ The compressor goes with Horovod's own tape as well; ours, and our `broadcast_va
 """
 
 from horovod_aps.frontends import idle
-from horovod_aps.tensorflow.compressor import APSCompressor
+from horovod_aps.tensorflow.compressor import APSCompressor, PackedCompressor
 from horovod_aps.tensorflow.tape import DistributedGradientTape, broadcast_variables
 
-__all__ = ["APSCompressor", "DistributedGradientTape", "broadcast_variables"]
+__all__ = ["APSCompressor", "DistributedGradientTape", "PackedCompressor", "broadcast_variables"]
 
 idle.choose()  # before hvd.init() starts MPI

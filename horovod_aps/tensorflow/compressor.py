@@ -1,4 +1,4 @@
-"""APSCompressor for TensorFlow: Horovod's Compressor interface, and the guard against the stock Keras 3 wrapper.
+"""The compressors for TensorFlow: Horovod's Compressor interface, and the guard against the stock Keras 3 wrapper.
 
 What happens to a compressed tensor is in `seam` (how Horovod reaches us) and `engine` (what runs in a step).
 """
@@ -18,7 +18,7 @@ from horovod.tensorflow.compression import Compressor
 
 from horovod_aps import config
 from horovod_aps.frontends.checks import NO_INSTANCE, OTHER_COMPRESSION
-from horovod_aps.frontends.compressor import BaseCompressor
+from horovod_aps.frontends.compressor import BaseCompressor, ByBits
 from horovod_aps.log import logger
 from horovod_aps.tensorflow import seam
 from horovod_aps.tensorflow.links import Links
@@ -27,7 +27,7 @@ MANY = 64  # compressors in one process, at which it looks as if one were made i
 _ids = itertools.count(1)
 
 
-class APSCompressor(BaseCompressor, Compressor):
+class PackedCompressor(BaseCompressor, Compressor):
     __doc__ = BaseCompressor.__doc__
     _key: int  # set by seam.register
 
@@ -65,6 +65,10 @@ class APSCompressor(BaseCompressor, Compressor):
     def decompress(self, tensor: tf.Tensor, ctx: None) -> tf.Tensor:
         """The reduced tensor, which the exchange has left in its own dtype."""
         return tensor
+
+
+class APSCompressor(ByBits, PackedCompressor):
+    __doc__ = BaseCompressor.__doc__
 
 
 @atexit.register

@@ -26,7 +26,7 @@ from horovod_aps.tensorflow.collectives import allreduce
 from horovod_aps.transports.shared import Channel
 
 if TYPE_CHECKING:
-    from horovod_aps.tensorflow.compressor import APSCompressor
+    from horovod_aps.tensorflow.compressor import PackedCompressor
 
 UNNAMED = "noname"
 ALIGNMENT = 64  # bytes; TensorFlow adopts an aligned array as a tensor and copies any other
@@ -40,7 +40,7 @@ _lock = threading.Lock()
 class Call:
     """One all-reduce op of Horovod as it was called: everything but the tensors."""
 
-    compressor: APSCompressor
+    compressor: PackedCompressor
     names: tuple[str, ...]
     stem: str
     op: int
@@ -209,7 +209,7 @@ def _reducer(call: Call, process_set: Any, ticket: np.ndarray, gpu: str | None) 
     return compressor._keep(key, Exchange(kernels, shared.channel(key.place), compressor._options))
 
 
-def _retire_place(compressor: APSCompressor, key: ReducerKey) -> None:
+def _retire_place(compressor: PackedCompressor, key: ReducerKey) -> None:
     """After an elastic reset the same call site has another link, and perhaps other ranks."""
     for old in list(compressor._reducers):
         if (old.process_set_id, old.place) == (key.process_set_id, key.place):

@@ -23,9 +23,9 @@ from horovod_aps.frontends import checks
 from horovod_aps.tensorflow import devices, engine, links, order
 
 if TYPE_CHECKING:
-    from horovod_aps.tensorflow.compressor import APSCompressor
+    from horovod_aps.tensorflow.compressor import PackedCompressor
 
-_compressors: weakref.WeakValueDictionary[int, APSCompressor] = weakref.WeakValueDictionary()
+_compressors: weakref.WeakValueDictionary[int, PackedCompressor] = weakref.WeakValueDictionary()
 MANY_SINGLE = 16
 VALID_NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
 do_not_convert: Callable[..., Any] = tf.autograph.experimental.do_not_convert
@@ -53,13 +53,13 @@ class WireTensor(tf.experimental.ExtensionType):
         return self.value.dtype
 
 
-def register(compressor: APSCompressor) -> None:
+def register(compressor: PackedCompressor) -> None:
     """Give a compressor the number by which wire tensors refer to it."""
     compressor._key = max(_compressors, default=-1) + 1
     _compressors[compressor._key] = compressor
 
 
-def compressors() -> list[APSCompressor]:
+def compressors() -> list[PackedCompressor]:
     """All that are alive."""
     return list(_compressors.values())
 
@@ -114,7 +114,7 @@ def _grouped_allreduce(
 
 
 def allreduce_group(
-    compressor: APSCompressor,
+    compressor: PackedCompressor,
     values: list[tf.Tensor],
     labels: Sequence[str],
     stem: str,
@@ -171,7 +171,7 @@ def _no_reducescatter(name: str) -> ValueError:
     return ValueError(f"APSCompressor: hvd.{name} is not supported; use hvd.Compression.none for it")
 
 
-def _advise_groups(compressor: APSCompressor) -> None:
+def _advise_groups(compressor: PackedCompressor) -> None:
     """Warn, once, about graphs that exchange many tensors one by one."""
     if tf.executing_eagerly():
         return
@@ -184,7 +184,7 @@ def _advise_groups(compressor: APSCompressor) -> None:
         )
 
 
-def _owner(tensors: Sequence[WireTensor]) -> APSCompressor:
+def _owner(tensors: Sequence[WireTensor]) -> PackedCompressor:
     return _compressors[tensors[0].compressor]
 
 

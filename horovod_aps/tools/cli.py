@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from horovod_aps import __version__
 
-SUBCOMMANDS = ("predict", "calibrate", "timeline", "doctor", "report")
+SUBCOMMANDS = ("predict", "calibrate", "study", "timeline", "doctor", "report")
 
 
 def build_parser() -> argparse.ArgumentParser:

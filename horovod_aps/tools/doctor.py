@@ -206,8 +206,16 @@ def check_gpu() -> Iterator[Finding]:
             yield Finding(RED, "gpu", f"kernels do not give the CPU's bits: {'; '.join(wrong)}", REPORT)
         else:
             yield Finding(GREEN, "gpu", f"{devices} GPU(s), CuPy {cupy}, kernels compiled and as on the CPU")
-        direct = takes_device_memory()
-        yield Finding(GREEN, "gpu", "packed bytes leave it " + ("by MPI" if direct else "through pinned host memory"))
+        yield Finding(GREEN, "gpu", f"packed bytes leave it {way_out()}")
+
+
+def way_out() -> str:
+    """How packed bytes leave a GPU here, as far as one rank can tell."""
+    if installed("torch") and installed("horovod"):
+        torch, operations = importlib.import_module("torch"), importlib.import_module("horovod_aps.torch.operations")
+        if operations.are_wanted(torch.device("cuda")):
+            return "by NCCL, in Horovod's own operations (PyTorch)"
+    return "by MPI" if takes_device_memory() else "through pinned host memory"
 
 
 def check_launchers() -> Iterator[Finding]:

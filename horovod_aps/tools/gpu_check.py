@@ -21,11 +21,14 @@ from typing import Any
 import numpy as np
 
 from horovod_aps import __version__, kernels
+from horovod_aps.kernels import nvrtc
 
 NO_GPU = 3
+MODULE = "horovod_aps.tools.gpu_check"
 FORMATS = [(4, 3), (3, 0), (5, 10), (3, 2), (8, 7), None]  # None: raw float32
 SIZES = [1, 9, 1025, 5000]
 REPEATS = 20
+N_TIMED = 1 << 24  # elements
 
 
 def n_devices() -> int:
@@ -126,7 +129,7 @@ def compare(device: Any) -> Iterator[str]:
 # ---- speed ------------------------------------------------------------------------------------------------
 
 
-def speeds(device: Any, n: int = 1 << 24) -> Iterator[str]:
+def speeds(device: Any, n: int = N_TIMED) -> Iterator[str]:
     """Lines: bytes per second of each kernel in (4,3), and its share of a copy's on the same device."""
     data, message, sums = device.zeros(n), device.alloc(n), device.alloc(n)
     segs = np.zeros(1, kernels.SEGMENT)
@@ -186,10 +189,11 @@ def as_rank(framework: str) -> int:
         compressor = aps.APSCompressor(4, 3)
         with tf.device("/CPU:0"):
             expected = hvd.allreduce(tf.constant(x), name="cpu", compression=aps.APSCompressor(4, 3)).numpy()
-        with tf.device("/GPU:0"):
+        with tf.device(importlib.import_module("horovod_aps.tensorflow.devices").gpus()[0]):
             found = hvd.allreduce(tf.identity(tf.constant(x)), name="gpu", compression=compressor).numpy()
     same = found.tobytes() == expected.tobytes()
-    print(f"rank {hvd.rank()} of {hvd.size()}: {'as on the CPU' if same else 'DIFFERS'}; {compressor.stats()['way']}")
+    way = compressor.stats()["hierarchy"]
+    print(f"rank {hvd.rank()} of {hvd.size()}: {'as on the CPU' if same else 'DIFFERS'}; {way}")
     return 0 if same else 1
 
 
@@ -198,7 +202,7 @@ def two_ranks(framework: str) -> Iterator[str]:
     if importlib.util.find_spec(framework) is None or shutil.which("mpirun") is None:
         yield f"not run: no {framework} or no mpirun"
         return
-    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, "-m", __name__]
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, "-m", MODULE]
     try:
         done = subprocess.run([*command, "--rank", framework], capture_output=True, text=True, timeout=300)
     except subprocess.TimeoutExpired:
@@ -213,7 +217,7 @@ def two_ranks(framework: str) -> Iterator[str]:
 # ---- the report -------------------------------------------------------------------------------------------
 
 
-def sections() -> Iterator[tuple[str, Callable[[], Iterator[str]]]]:
+def sections(n_timed: int = N_TIMED) -> Iterator[tuple[str, Callable[[], Iterator[str]]]]:
     """Everything that is looked at, in order."""
     from horovod_aps.kernels.cuda import CudaKernels
 
@@ -222,9 +226,9 @@ def sections() -> Iterator[tuple[str, Callable[[], Iterator[str]]]]:
     def machine() -> Iterator[str]:
         cupy = importlib.import_module("cupy")
         properties = cupy.cuda.runtime.getDeviceProperties(0)
-        nvrtc = importlib.import_module("cupy_backends.cuda.libs.nvrtc").getVersion()
+        compiler = nvrtc.binding_of(cupy).getVersion()
         yield f"horovod_aps {__version__}, Python {platform.python_version()}, CuPy {cupy.__version__}"
-        yield f"{n_devices()} GPU(s), the first {properties['name'].decode()}, NVRTC {nvrtc[0]}.{nvrtc[1]}"
+        yield f"{n_devices()} GPU(s), the first {properties['name'].decode()}, NVRTC {compiler[0]}.{compiler[1]}"
         yield f"driver {cupy.cuda.runtime.driverGetVersion()}, runtime {cupy.cuda.runtime.runtimeGetVersion()}"
 
     def compiled() -> Iterator[str]:
@@ -236,7 +240,7 @@ def sections() -> Iterator[tuple[str, Callable[[], Iterator[str]]]]:
     yield "machine", machine
     yield "compiling", compiled
     yield "kernels against the CPU", lambda: compare(device)
-    yield "speed", lambda: speeds(device)
+    yield "speed", lambda: speeds(device, n_timed)
     yield "two ranks, PyTorch", lambda: two_ranks("torch")
     yield "two ranks, TensorFlow", lambda: two_ranks("tensorflow")
 
@@ -245,6 +249,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Write the report; 0 if all is well, 1 if not, 3 without a GPU."""
     parser = argparse.ArgumentParser(prog="gpu-check", description=__doc__)
     parser.add_argument("--out", default="gpu-check.txt", help="the text file to send back")
+    parser.add_argument(
+        "--elements", type=int, default=N_TIMED, help="that kernels are timed with, default %(default)s"
+    )
     parser.add_argument("--rank", choices=("torch", "tensorflow"), help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.rank:
@@ -253,7 +260,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("gpu-check: no CUDA device is visible here, so there is nothing to check")
         return NO_GPU
     lines = []
-    for title, look in sections():
+    for title, look in sections(given.elements):
         lines.append(f"\n{title}")
         try:
             lines += [f"  {line}" for line in look()]

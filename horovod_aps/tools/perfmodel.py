@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from horovod_aps.engine.layout import LayerSpec, lay_out_bucket, split_into_buckets
-from horovod_aps.formats import FloatFormat
+from horovod_aps.formats import FloatFormat, Format
 
 GBIT = 1e9 / 8
 SCHEMA = 2  # 1 had values that were out of bounds, or never measured, as if they were
@@ -220,8 +220,19 @@ class Machine:
         exact = self.kernels.get(f"{exp_bits},{man_bits}")
         if exact is not None:
             return exact
-        width = exp_bits + man_bits
-        return self.kernels[min(self.kernels, key=lambda key: abs(sum(map(int, key.split(","))) - width))]
+        return self._nearest(1 + exp_bits + man_bits)
+
+    def rates_of(self, wire_format: Format) -> KernelRates:
+        """Rates of any format: those under its text, else of the measured (e, m) whose width is nearest."""
+        if isinstance(wire_format, FloatFormat):
+            return self.kernel_rates(wire_format.exp_bits, wire_format.man_bits)
+        return self.kernels.get(str(wire_format)) or self._nearest(wire_format.bits)
+
+    def _nearest(self, bits: int) -> KernelRates:
+        pairs = {key: 1 + sum(map(int, key.split(","))) for key in self.kernels if "," in key}
+        if not pairs:
+            raise ValueError(f"Machine: kernels must hold the rates of an (e, m), got {', '.join(self.kernels)}")
+        return self.kernels[min(pairs, key=lambda key: abs(pairs[key] - bits))]
 
     def slowdown(self, n_ranks: int) -> float:
         """How much slower cpu stages are than when calibrated, if all ranks share the same cores."""
@@ -410,8 +421,11 @@ def predict_exchange(
     man_bits: int = 3,
     backward: float = 0.0,
     hierarchy: str = "auto",
+    wire_format: Format | None = None,
 ) -> Prediction:
     """Our packed exchange: one all-gather for two ranks, all-to-all and all-gather for more.
+
+    In (e, m), or in any other `wire_format`.
 
     Flat, a host with k ranks sends k times the bytes; in two levels, which "auto" takes where it can, those of one
     rank. Kernels run in the thread that runs backward, between layers; how much of the rest of the possible overlap
@@ -422,7 +436,7 @@ def predict_exchange(
     if n_ranks == 1:
         return Prediction(backward, 0.0, 0.0, 0.0, 0.0)
     slow = machine.slowdown(n_ranks)
-    network, wire_format = _shared(network, machine, n_ranks), FloatFormat(exp_bits, man_bits)
+    network, wire_format = _shared(network, machine, n_ranks), wire_format or FloatFormat(exp_bits, man_bits)
     specs = [LayerSpec("", (size,), 0, wire_format) for size in reversed(sizes)]
     rank, in_a_row = _Rank(), 0.0
     wire = cpu = sent = left_host = 0.0
@@ -459,15 +473,15 @@ def _flat_jobs(
     n_ranks: int,
     network: Network,
     machine: Machine,
-    wire_format: FloatFormat,
+    wire_format: Format,
 ) -> _Jobs:
     """One bucket of the flat exchange."""
-    rates, slow = machine.kernel_rates(wire_format.exp_bits, wire_format.man_bits), machine.slowdown(n_ranks)
+    rates, slow = machine.rates_of(wire_format), machine.slowdown(n_ranks)
     n = sum(specs[layer].n_elements for layer in group)
     grad = slow * 4 * n
     stages = [("cpu", grad / rates.scan), ("delay", network.small(n_ranks))]
     if n_ranks > 2:
-        message = n * wire_format.bits / 8
+        message = n * wire_format.bits / 8 + wire_format.side_bytes(n)
         part = message / n_ranks
         phase = network.direct(part, n_ranks)
         stages += [("cpu", grad / rates.encode), ("wire", phase), ("cpu", grad / rates.reduce), ("wire", phase)]
@@ -500,14 +514,14 @@ def _two_level_jobs(
     n_ranks: int,
     network: Network,
     machine: Machine,
-    wire_format: FloatFormat,
+    wire_format: Format,
 ) -> _Jobs:
     """One bucket in two levels."""
-    rates, slow = machine.kernel_rates(wire_format.exp_bits, wire_format.man_bits), machine.slowdown(n_ranks)
+    rates, slow = machine.rates_of(wire_format), machine.slowdown(n_ranks)
     local = network.ranks_per_host
     hosts = n_ranks // local
     n = sum(specs[layer].n_elements for layer in group)
-    grad, message = slow * 4 * n, n * wire_format.bits / 8
+    grad, message = slow * 4 * n, n * wire_format.bits / 8 + wire_format.side_bytes(n)
     inside = math.ceil(math.log2(local)) * network.intra_latency
     stages = [
         ("delay", network.small(n_ranks)),
@@ -547,6 +561,7 @@ def paying_bandwidths(
     low: float = 1e5,
     high: float = 1e12,
     also: Sequence[float] = (),
+    wire_format: Format | None = None,
 ) -> list[tuple[float, float]]:
     """The ranges of bandwidth (bytes/s) in which the exchange beats Horovod in `bits`.
 
@@ -557,7 +572,8 @@ def paying_bandwidths(
     def gain(bandwidth: float) -> float:
         link = replace(network, bandwidth=bandwidth)
         ring = predict_ring(sizes, n_ranks, link, machine, bits, backward).total
-        return ring - predict_exchange(sizes, n_ranks, link, machine, exp_bits, man_bits, backward).total
+        ours = predict_exchange(sizes, n_ranks, link, machine, exp_bits, man_bits, backward, wire_format=wire_format)
+        return ring - ours.total
 
     n_points = 1 + math.ceil(3 * math.log10(high / low))
     points = sorted({low * (high / low) ** (k / (n_points - 1)) for k in range(n_points)} | set(also))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -16,7 +17,8 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from horovod_aps.tools import perfmodel, shapes
+from horovod_aps.formats import FloatFormat, Format, parse
+from horovod_aps.tools import modelparallel, perfmodel, shapes
 from horovod_aps.tools.perfmodel import GBIT, Machine, Network
 
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -60,12 +62,23 @@ def parse_milliseconds(text: str) -> float:
     return value
 
 
-def parse_format(text: str) -> tuple[int, int]:
-    """(e, m) of "4,3"."""
+AnyFormat = tuple[int, int] | Format
+
+
+def parse_format(text: str) -> AnyFormat:
+    """(e, m) of "4,3", or any format by its text, such as "qsgd4"."""
     match = re.fullmatch(r"\(?(\d+),(\d+)\)?", text.strip())
+    if not match:
+        with contextlib.suppress(ValueError):
+            return parse(text.strip())
     if not match or not 1 <= int(match[1]) <= 8 or not 0 <= int(match[2]) <= 23:
         raise argparse.ArgumentTypeError(f"format must be e,m with e in 1..8 and m in 0..23, got {text!r}")
     return int(match[1]), int(match[2])
+
+
+def wire_format(fmt: AnyFormat) -> Format:
+    """The format itself."""
+    return fmt if isinstance(fmt, Format) else FloatFormat(*fmt)
 
 
 def parse_count(text: str) -> int:
@@ -78,6 +91,13 @@ def parse_count(text: str) -> int:
 def add_parser(subparsers: Any) -> None:
     """Add the `predict` subcommand."""
     parser = subparsers.add_parser("predict", help="predict time, speed-up and scaling of APS on a network")
+    parser.add_argument(
+        "--scheme",
+        choices=("data-parallel", "model-parallel"),
+        default="data-parallel",
+        help="what ranks exchange: gradients, or activations of fully-connected layers that they share "
+        "(default: data-parallel)",
+    )
     parser.add_argument(
         "--model",
         default="resnet50",
@@ -117,7 +137,7 @@ def add_parser(subparsers: Any) -> None:
         nargs="+",
         default=[(4, 3)],
         metavar="E,M",
-        help="exponent and mantissa bits (default: 4,3)",
+        help='exponent and mantissa bits, or any format by its text, such as "qsgd4" (default: 4,3)',
     )
     parser.add_argument(
         "--forward-ms",
@@ -140,6 +160,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--scaling", action="store_true", help="also print scaling from 2 to 1024 ranks")
     parser.add_argument("--plot", type=Path, help="save a plot of time against bandwidth and ranks here")
     parser.add_argument("--json", type=Path, help="save the tables here")
+    modelparallel.add_arguments(parser, parse_count, parse_milliseconds)
     parser.set_defaults(run=run)
 
 
@@ -238,7 +259,7 @@ class Question:
     sizes: list[int]
     ranks: Sequence[int]
     links: Sequence[Network]
-    formats: Sequence[tuple[int, int]]
+    formats: Sequence[AnyFormat]
     machine: Machine
     forward: float
     backward: float
@@ -254,11 +275,18 @@ def predictions(question: Question) -> list[dict[str, Any]]:
                 "fp32": perfmodel.predict_ring(sizes, n, link, machine, 32, backward),
                 "fp16": perfmodel.predict_ring(sizes, n, link, machine, 16, backward),
             }
-            for e, m in question.formats:
-                methods[f"aps({e},{m})"] = perfmodel.predict_exchange(sizes, n, link, machine, e, m, backward)
-                if perfmodel.has_two_levels(n, link):
-                    flat = perfmodel.predict_exchange(sizes, n, link, machine, e, m, backward, "flat")
-                    methods[f"aps({e},{m}) flat"] = flat
+            for fmt in question.formats:
+                name = str(fmt) if isinstance(fmt, Format) else f"aps({fmt[0]},{fmt[1]})"
+                for hierarchy in ("auto", "flat") if perfmodel.has_two_levels(n, link) else ("auto",):
+                    methods[name if hierarchy == "auto" else f"{name} flat"] = perfmodel.predict_exchange(
+                        sizes,
+                        n,
+                        link,
+                        machine,
+                        backward=backward,
+                        hierarchy=hierarchy,
+                        wire_format=wire_format(fmt),
+                    )
             for method, value in methods.items():
                 record = {
                     "bandwidth": link.bandwidth,
@@ -310,10 +338,13 @@ class Forecast:
     name: str
     sizes: list[int]
     records: list[dict[str, Any]]
-    pays: dict[tuple[tuple[int, int], int], tuple[list[tuple[float, float]], list[tuple[float, float]]]]
+    pays: dict[tuple[AnyFormat, int], tuple[list[tuple[float, float]], list[tuple[float, float]]]]
 
     def __str__(self) -> str:
-        rows = [[f"({e},{m})", n, *map(show_ranges, both)] for ((e, m), n), both in self.pays.items()]
+        rows = [
+            [str(fmt) if isinstance(fmt, Format) else f"({fmt[0]},{fmt[1]})", n, *map(show_ranges, both)]
+            for (fmt, n), both in self.pays.items()
+        ]
         return "\n".join(
             [
                 f"{self.name}: {len(self.sizes)} layers, {sum(self.sizes) / 1e6:.2f} M parameters",
@@ -338,7 +369,14 @@ def forecast(name: str, question: Question) -> Forecast:
         for n in question.ranks:
             against = [
                 perfmodel.paying_bandwidths(
-                    question.sizes, n, link, question.machine, *fmt, bits, question.backward, also=also
+                    question.sizes,
+                    n,
+                    link,
+                    question.machine,
+                    bits=bits,
+                    backward=question.backward,
+                    also=also,
+                    wire_format=wire_format(fmt),
                 )
                 for bits in (32, 16)
             ]
@@ -351,7 +389,7 @@ def predict(
     ranks: int | Sequence[int] = (2, 4, 8),
     bandwidth: str | Sequence[str] | None = None,
     *,
-    formats: Sequence[tuple[int, int]] = ((4, 3),),
+    formats: Sequence[AnyFormat | str] = ((4, 3),),
     forward_ms: float = 0.0,
     backward_ms: float = 0.0,
     calibration: str | Path | None = None,
@@ -364,7 +402,7 @@ def predict(
         model: a model of PyTorch or (built) Keras, a built-in model's name, or a list of element counts.
         ranks: one or several numbers of ranks.
         bandwidth: of the links, such as "1gbit" or ["1gbit", "10gbit"]; calibrated, or 1gbit, if left out.
-        formats: (e, m) of each APS format.
+        formats: (e, m) of each APS format, or any format of `horovod_aps.formats` or its text.
         forward_ms: milliseconds of forward in one step on one rank.
         backward_ms: milliseconds of backward, which communication overlaps with.
         calibration: file that `horovod-aps calibrate` wrote.
@@ -386,7 +424,8 @@ def predict(
         raise ValueError(f"predict: {error}") from None
     name = model if isinstance(model, str) else type(model).__name__
     times = forward_ms / 1e3, backward_ms / 1e3
-    return forecast(name, Question(model_sizes(model), counts, links, formats, machine, *times))
+    wanted = [parse(fmt) if isinstance(fmt, str) else fmt for fmt in formats]
+    return forecast(name, Question(model_sizes(model), counts, links, wanted, machine, *times))
 
 
 def save_plot(path: Path, question: Question, title: str) -> None:
@@ -441,6 +480,8 @@ def run(args: argparse.Namespace) -> int:
         args.assume_defaults,
     )
     links = [nominal(network, b) for b in args.bandwidth] if args.bandwidth else [network]
+    if args.scheme == "model-parallel":
+        return modelparallel.run(args, links, [wire_format(fmt) for fmt in args.format])
     times = args.forward_ms / 1e3, args.backward_ms / 1e3
     question = Question(model_sizes(args.model), args.ranks, links, args.format, machine, *times)
     found = forecast(args.model, question)

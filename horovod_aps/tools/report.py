@@ -7,6 +7,7 @@ Beside the flow of data: it reads what `compressor.stats()` returns, from a comp
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import html
 import json
@@ -18,10 +19,11 @@ from typing import Any
 import numpy as np
 
 from horovod_aps.engine.statistics import BINS, N_BINS
-from horovod_aps.formats import FloatFormat
+from horovod_aps.formats import FloatFormat, parse
 from horovod_aps.kernels import EXP_NONFINITE, EXP_ZERO
 
 N_COLUMNS = 64  # of a heat map
+MANY = 1 << 20  # elements, beside which the end of the last block does not count
 MAX_ERROR = 0.08  # above this a layer is said to profit from another format; (5, 2) gives 0.052 by itself
 MARGIN = 1.05  # for what a histogram does not know: where in its bin a value lies
 MAX_UNDERFLOW = 0.5
@@ -34,7 +36,7 @@ CANDIDATES = sorted(
     ((e, m) for e in range(1, 7) for m in range(11) if (e, m) != (1, 0)), key=lambda bits: (sum(bits), -bits[0])
 )
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark; --line: #8884; --quiet: #888; --bad: #c0392b; }
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1200px; padding: 0 1.5em; }
 h1 { font-size: 1.5em; margin-bottom: .2em; } h2 { font-size: 1.15em; margin-top: 2em; }
@@ -56,7 +58,7 @@ pre { border: 1px solid var(--line); border-radius: 8px; padding: 1em; overflow-
 """.replace("SHADES", ", ".join(f"rgb{shade}" for shade in SHADES))
 
 # A click on a column's title sorts by it, and back; cells say their value in data-v where their text is not it.
-_SCRIPT = """
+SCRIPT = """
 document.querySelectorAll("th[data-sort]").forEach((head) => head.addEventListener("click", () => {
   const body = head.closest("table").tBodies[0], column = head.cellIndex, down = !head.classList.contains("down");
   const value = (row) => { const cell = row.cells[column]; return cell.dataset.v ?? cell.textContent; };
@@ -84,7 +86,7 @@ def render(stats: Mapping[str, Any], title: str = "APS run") -> str:
     parts = [
         "<!DOCTYPE html>",
         f'<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>',
-        f"<style>{_STYLE}</style></head><body>",
+        f"<style>{STYLE}</style></head><body>",
         f"<h1>{html.escape(title)}</h1>",
         _cards(stats),
     ]
@@ -92,7 +94,7 @@ def render(stats: Mapping[str, Any], title: str = "APS run") -> str:
         parts.append("<p>No layer has been exchanged yet.</p>")
     else:
         parts += [_suggestions(layers), _layer_table(layers)]
-        parts.append(f"<script>{_SCRIPT}</script>")
+        parts.append(f"<script>{SCRIPT}</script>")
     return "\n".join([*parts, "</body></html>\n"])
 
 
@@ -203,9 +205,14 @@ def _bits(text: str) -> tuple[int, int] | None:
     return (int(exp_bits), int(man_bits)) if found and text.startswith("e") else None
 
 
-def _n_bits(text: str) -> int:
+def _n_bits(text: str) -> float:
+    """Bits per element of a format as statistics name it, scales of blocks included; 32 for one unknown here."""
     bits = _bits(text)
-    return 32 if bits is None else 1 + sum(bits)
+    if bits is not None:
+        return 1 + sum(bits)
+    with contextlib.suppress(ValueError):
+        return parse(text).bytes_for(MANY) * 8 / MANY
+    return 32
 
 
 def _cards(stats: Mapping[str, Any]) -> str:

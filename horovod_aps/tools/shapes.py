@@ -251,6 +251,18 @@ def _vit_b_16() -> Shapes:
     return shapes + _norm("encoder.ln", d) + _linear("heads.head", d, 1000)
 
 
+def _lstm() -> Shapes:
+    """The medium word model of Zaremba et al. (2014): two layers of 650, 10,000 words; named as PyTorch's example."""
+    width, n_words = 650, 10_000
+    shapes: Shapes = [("encoder.weight", (n_words, width))]
+    for layer in range(2):
+        for part in ("ih", "hh"):
+            shapes += [(f"rnn.weight_{part}_l{layer}", (4 * width, width))]
+        for part in ("ih", "hh"):
+            shapes += [(f"rnn.bias_{part}_l{layer}", (4 * width,))]
+    return shapes + _linear("decoder", width, n_words)
+
+
 MODELS: dict[str, Callable[[], Shapes]] = {
     "alexnet": _alexnet,
     "vgg16": _vgg16,
@@ -266,6 +278,7 @@ MODELS: dict[str, Callable[[], Shapes]] = {
     "bert_base": _bert_base,
     "bert_large": _bert_large,
     "gpt2": _gpt2,
+    "lstm": _lstm,
     "fcn_resnet50": _fcn_resnet50,
 }
 

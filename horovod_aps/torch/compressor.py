@@ -1,4 +1,4 @@
-"""APSCompressor for PyTorch: Horovod's Compressor interface on one side, the exchange on the other."""
+"""The compressors for PyTorch: Horovod's Compressor interface on one side, the exchange on the other."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 from horovod.torch.compression import Compressor
 
+from horovod_aps.engine import progress
 from horovod_aps.engine.exchange import Exchange
 from horovod_aps.engine.layer import Layer
 from horovod_aps.errors import LostPeer
 from horovod_aps.frontends import checks
-from horovod_aps.frontends.compressor import BaseCompressor
+from horovod_aps.frontends.compressor import BaseCompressor, ByBits
 from horovod_aps.frontends.reducer import Reducer, ReducerKey
 from horovod_aps.frontends.tensors import DTYPE_CODES, with_tensors
 from horovod_aps.frontends.world import link, mpi_usable, process_set_of
 from horovod_aps.kernels import for_torch
 from horovod_aps.kernels.for_torch import on
-from horovod_aps.torch import seam
+from horovod_aps.torch import operations, seam
 from horovod_aps.torch.carrier import TorchCarrier
 from horovod_aps.torch.suspicion import Suspicion
-from horovod_aps.torch.ticket import PRESENT, SPEAKS_MPI, Ticket, TicketOffice
+from horovod_aps.torch.ticket import COLLECTIVE, PRESENT, SPEAKS_MPI, Ticket, TicketOffice
+from horovod_aps.transports.base import Transport
+from horovod_aps.transports.collective import LATER, NEVER, NOW, CollectiveTransport
 
 MAX_MET = 256  # groups, as programs may name them as they like
 
@@ -66,7 +69,7 @@ class _Batch:
         return len(self.members)
 
 
-class APSCompressor(BaseCompressor, Compressor):
+class PackedCompressor(BaseCompressor, Compressor):
     __doc__ = BaseCompressor.__doc__
 
     def _start(self) -> None:
@@ -220,7 +223,8 @@ class APSCompressor(BaseCompressor, Compressor):
         batch = _Batch(process_set_id, tuple(process_set.ranks), device, world, reducer)
         if group or not isinstance(reducer, Exchange):
             label = f"{self._name}.ticket.{process_set_id}.{device.type}{group or '.1'}"
-            batch.ticket = _open_ticket(label, process_set_id, batch.members, self._options.transport == "packed")
+            packed = self._options.transport == "packed"
+            batch.ticket = _open_ticket(label, device, process_set_id, batch.members, packed)
         else:
             assert isinstance(reducer.tickets, TicketOffice)
             batch.ticket = reducer.tickets.open()
@@ -243,16 +247,21 @@ class APSCompressor(BaseCompressor, Compressor):
             return False
         if exchange.transport is None:
             name = f"{self._name} {batch.process_set_id} {batch.members} {batch.device}"
-            exchange.connect(
-                link(
-                    name,
-                    batch.members,
-                    batch.members.index(mpi_ops.rank()),
-                    batch.ticket.word(SPEAKS_MPI),
-                    batch.ticket.addresses,
-                    self._options.why_flat or ("gradients are on a GPU" if batch.device.type == "cuda" else ""),
-                )
+            is_collective = batch.ticket.word(COLLECTIVE) == batch.size
+            transport: Transport = link(
+                name,
+                batch.members,
+                batch.members.index(mpi_ops.rank()),
+                batch.ticket.word(SPEAKS_MPI),
+                batch.ticket.addresses,
+                self._options.why_flat
+                or ("gradients are on a GPU" if batch.device.type == "cuda" or is_collective else ""),
             )
+            if is_collective:
+                those = operations.HorovodOperations(exchange.kernels, batch.device, batch.process_set_id)
+                stem = f"{self._name}.bytes.{batch.process_set_id}.{batch.device.type}"
+                transport = CollectiveTransport(transport, those, stem, partial(_may_begin, exchange))
+            exchange.connect(transport)
         return True
 
     def _reducer(self, process_set: Any, device: torch.device) -> Reducer:
@@ -275,7 +284,7 @@ class APSCompressor(BaseCompressor, Compressor):
         new.any_thread = device.type == "cpu"
         new.tickets = TicketOffice(
             f"{self._name}.ticket.{key.process_set_id}.{device.type}",
-            partial(_open_ticket, process_set_id=key.process_set_id, members=key.members),
+            partial(_open_ticket, device=device, process_set_id=key.process_set_id, members=key.members),
         )
         return new
 
@@ -315,6 +324,10 @@ class APSCompressor(BaseCompressor, Compressor):
             raise
 
 
+class APSCompressor(ByBits, PackedCompressor):
+    __doc__ = BaseCompressor.__doc__
+
+
 class _Gate:
     """Opens as soon as one of several tickets says that all ranks are there."""
 
@@ -328,8 +341,22 @@ class _Gate:
         return any(ask() for ask in self._asks)
 
 
-def _open_ticket(label: str, process_set_id: int, members: tuple[int, ...], packed: bool = True) -> Ticket:
-    speaks_mpi = not packed or mpi_usable(mpi_ops._basics)
+def _may_begin(exchange: Exchange) -> int:
+    """Whether operations of Horovod's may carry what the exchange holds."""
+    if progress.is_waited_for(exchange):
+        return NOW
+    return LATER if progress.is_anyone_waiting() else NEVER
+
+
+def _open_ticket(
+    label: str, device: torch.device, process_set_id: int, members: tuple[int, ...], packed: bool = True
+) -> Ticket:
     return Ticket(
-        label, process_set_id, members.index(mpi_ops.rank()), len(members), packed=packed, speaks_mpi=speaks_mpi
+        label,
+        process_set_id,
+        members.index(mpi_ops.rank()),
+        len(members),
+        packed=packed,
+        speaks_mpi=not packed or mpi_usable(mpi_ops._basics),
+        collective=packed and operations.are_wanted(device),
     )

@@ -15,7 +15,7 @@ import torch
 from horovod.torch import mpi_ops
 
 if TYPE_CHECKING:
-    from horovod_aps.torch.compressor import APSCompressor
+    from horovod_aps.torch.compressor import PackedCompressor
 
 TYPE_NAME = "horovod_aps.WireTensor"
 
@@ -23,7 +23,7 @@ TYPE_NAME = "horovod_aps.WireTensor"
 class WireTensor(torch.Tensor):
     """A tensor on its way to the exchange: an alias of the user's tensor that knows its compressor."""
 
-    aps_compressor: APSCompressor
+    aps_compressor: PackedCompressor
     aps_context: Any = None  # none if Horovod is to reduce it
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -43,7 +43,7 @@ class WireTensor(torch.Tensor):
         return torch.Tensor.new(self.as_subclass(torch.Tensor), *args, **kwargs)
 
 
-def wire(tensor: torch.Tensor, compressor: APSCompressor) -> WireTensor:
+def wire(tensor: torch.Tensor, compressor: PackedCompressor) -> WireTensor:
     """An alias of a contiguous tensor that Horovod will route to `compressor`."""
     alias = tensor.as_subclass(WireTensor)
     alias.aps_compressor = compressor

@@ -18,7 +18,7 @@ from horovod.torch import mpi_ops
 from horovod_aps.frontends.checks import check_present
 from horovod_aps.transports import sockets
 
-PRESENT, PACKED, SPEAKS_MPI, N_WORDS = range(4)
+PRESENT, PACKED, SPEAKS_MPI, COLLECTIVE, N_WORDS = range(5)
 N_LABELS = 8  # tickets of one exchange that may be under way at once
 NUDGE_SECONDS = 0.05  # that the others may be late before they are nudged, and between nudges
 
@@ -27,10 +27,18 @@ class Ticket:
     """One such operation under way, or over."""
 
     def __init__(
-        self, label: str, process_set_id: int, rank: int, size: int, *, packed: bool, speaks_mpi: bool
+        self,
+        label: str,
+        process_set_id: int,
+        rank: int,
+        size: int,
+        *,
+        packed: bool,
+        speaks_mpi: bool,
+        collective: bool = False,
     ) -> None:
         words = np.zeros(N_WORDS + (1 + sockets.WORDS_PER_RANK) * size, np.int32)
-        words[:N_WORDS] = (1, packed, speaks_mpi)
+        words[:N_WORDS] = (1, packed, speaks_mpi, collective)
         if packed and not speaks_mpi:
             words[N_WORDS + size :] = sockets.listener().words(rank, size)
         self._rank, self._size, self._opened = rank, size, time.monotonic()

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from horovod_aps.config import gpu_way
 from horovod_aps.errors import LostPeer
 from horovod_aps.transports.base import Bytes
 from horovod_aps.transports.farewell import FAREWELL, Farewells
@@ -77,6 +78,8 @@ def _leave() -> None:
 
 def takes_device_memory() -> bool:
     """Whether the MPI that is loaded says that it knows CUDA; Open MPI does, of others it is not known."""
+    if gpu_way() == "pinned":
+        return False
     try:
         query = ctypes.CDLL(None).MPIX_Query_cuda_support
     except AttributeError:

@@ -49,7 +49,47 @@ struct Case {
     std::vector<int64_t> n_data;  // bytes behind each segment's address
 };
 
-int width_of(const ApsSegment& s) { return s.family == APS_FAMILY_RAW ? 32 : 1 + s.exp_bits + s.man_bits; }
+// Bits of a code, bytes of the scales of a bucket and how many of them are float32, by the definitions of the families.
+int width_of(const ApsSegment& s) {
+    const int by_family[] = {1 + s.exp_bits + s.man_bits, 32, 1 + s.man_bits, 1, s.codec ? 2 : 8,
+                             1 + s.exp_bits + s.man_bits};
+    return by_family[s.family < 6 ? s.family : 0];
+}
+int n_floats(const ApsSegment& s) {
+    return s.family == APS_FAMILY_ONEBIT ? 2 : s.family == APS_FAMILY_QSGD || s.family == APS_FAMILY_TABLE;
+}
+int64_t n_buckets(const ApsSegment& s) { return s.block ? (s.n + s.block - 1) / s.block : s.n > 0; }
+__int128 bytes_of(const ApsSegment& s) {
+    const __int128 n = s.n, block = s.block;
+    const __int128 buckets = block ? (n + block - 1) / block : n > 0;
+    const int side = s.family == APS_FAMILY_MX ? 1 : 4 * n_floats(s);
+    return (n * width_of(s) + 7) / 8 + buckets * side;
+}
+
+// Two tables: 256 numbers, and 3.
+void register_tables() {
+    static const bool done = [] {
+        float values[256], least[256];
+        for (int k = 0; k < 256; ++k) values[k] = (float)(k - 128) / 127.0f;
+        for (int k = 0; k < 255; ++k) least[k] = (values[k] + values[k + 1]) / 2;
+        const float few[] = {-1.0f, 0.0f, 1.0f}, middles[] = {-0.5f, 0.5f};
+        return aps_register_table(values, least, 256) == 0 && aps_register_table(few, middles, 3) == 1;
+    }();
+    if (!done) abort();
+}
+
+// Fields of a family as its formats set them.
+void make_sensible(ApsSegment& s, uint8_t pick) {
+    s.codec = pick >> 4 & 1;
+    s.block = 0;
+    if (s.family == APS_FAMILY_QSGD) s.man_bits = (uint8_t)(1 + s.man_bits % 7), s.block = 1u + pick * 5u;
+    if (s.family == APS_FAMILY_ONEBIT) s.block = pick % 3 * 27u;
+    if (s.family == APS_FAMILY_MX) {
+        s.exp_bits = (uint8_t)(1 + s.exp_bits % 7);
+        s.man_bits = (uint8_t)(s.man_bits % (8 - s.exp_bits));
+        s.block = 8u << pick % 9;
+    }
+}
 
 Case read_case(Bytes& in) {
     Case c;
@@ -70,7 +110,9 @@ Case read_case(Bytes& in) {
         s.exp_bits = odd & 1 ? in.byte() : (uint8_t)(1 + in.byte() % 8);
         s.man_bits = odd & 2 ? in.byte() : (uint8_t)(in.byte() % 24);
         s.flags = in.byte() & (odd & 4 ? 0xff : APS_SPECIALS);
-        s.family = odd & 4 ? in.byte() : (uint8_t)(in.byte() % 4 == 0);
+        const uint8_t pick = in.byte();
+        s.family = odd & 4 ? pick : (uint8_t)(pick % 3 ? 0 : pick / 3 % APS_N_FAMILIES);
+        if (!(odd & 4)) make_sensible(s, in.byte());
         s.dtype = odd & 8 ? in.byte() : (uint8_t)(in.byte() % 4);
         s.exponent = odd & 16 ? (int32_t)in.word(4) : (int32_t)(int16_t)in.word(2) % 160;
         s.n = odd & 32 ? (int64_t)in.word(8) : in.below(MAX_ELEMENTS);
@@ -82,10 +124,13 @@ Case read_case(Bytes& in) {
         int width = width_of(s);
         if (!(odd & 32) && !(odd & 64) && width <= 32) {  // fit it in, as layouts do
             int64_t room = (c.length - offset) * 8 / width;
+            ApsSegment filled = s;
+            for (filled.n = room; filled.n > 0 && bytes_of(filled) > c.length - offset;) --filled.n;
+            room = filled.n;
             s.n = s.n < room && nudge >= 64 ? s.n : room + (nudge == 1);
-            if (nudge == 2) s.offset = c.length - (s.n * width + 7) / 8 + 1;
+            if (nudge == 2) s.offset = c.length - (int64_t)bytes_of(s) + 1;
             if (nudge == 3) s.offset = -1;
-            offset += (s.n * width + 7) / 8;
+            offset += (int64_t)bytes_of(s);
         }
         // No length bounds a scan, so its caller vouches for n; nor is any message wide enough for more than this.
         const int64_t most = c.op == 0 ? MAX_ELEMENTS : 8 * MAX_LENGTH;
@@ -112,7 +157,7 @@ bool overlap(const Case& c) {
     int64_t end = 0;
     for (const ApsSegment& s : c.table) {
         if (s.offset < end) return true;
-        end = s.offset + (s.n * width_of(s) + 7) / 8;
+        end = s.offset + (int64_t)bytes_of(s);
     }
     return false;
 }
@@ -155,6 +200,7 @@ Outcome run(const Case& c, const Bytes& in, bool avx2) {
         o.bytes.insert(o.bytes.end(), p, p + sizeof s.exponent);
         if (o.status) continue;
         if (s.family == APS_FAMILY_RAW && c.op != 0) one_nan(out.get() + s.offset, APS_F32, s.n);
+        if (c.op != 0) one_nan(out.get() + s.offset, APS_F32, n_floats(s) * n_buckets(s));
         one_nan(data[k].get(), s.dtype, c.n_data[k] / aps_dtype_size(s.dtype));
     }
     for (size_t k = 0; k < table.size(); ++k) o.bytes.insert(o.bytes.end(), data[k].get(), data[k].get() + c.n_data[k]);
@@ -169,9 +215,11 @@ void demand(bool holds, const char* what, const Case& c) {
     fprintf(stderr, "fuzz_kernels: %s\n  op %d n_in %d accumulate %d keep %d stochastic %d seed %llu length %lld\n",
             what, c.op, c.n_in, c.accumulate, c.keep, c.stochastic, (unsigned long long)c.seed, (long long)c.length);
     for (const ApsSegment& s : c.table) {
-        fprintf(stderr, "  segment family %d e%d m%d flags %d dtype %d exponent %d factor %g n %lld offset %lld\n",
+        fprintf(stderr,
+                "  segment family %d e%d m%d flags %d dtype %d exponent %d factor %g n %lld offset %lld codec %d block "
+                "%u\n",
                 s.family, s.exp_bits, s.man_bits, s.flags, s.dtype, s.exponent, (double)s.factor, (long long)s.n,
-                (long long)s.offset);
+                (long long)s.offset, s.codec, s.block);
     }
     abort();
 }
@@ -179,6 +227,7 @@ void demand(bool holds, const char* what, const Case& c) {
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+    register_tables();
     Bytes in{data, size};
     const Case c = read_case(in);
     const Outcome plain = run(c, in, false), vector = run(c, in, true);
@@ -187,8 +236,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
            c);
     bool outside = false;
     for (const ApsSegment& s : c.table) {
-        __int128 width = width_of(s);
-        if (s.n < 0 || s.offset < 0 || s.offset + ((__int128)s.n * width + 7) / 8 > c.length) outside = true;
+        if (s.n < 0 || s.offset < 0 || s.offset + bytes_of(s) > c.length) outside = true;
     }
     demand(c.op == 0 || !outside || plain.status != 0, "a segment outside its message was accepted", c);
     if (plain.status != 0) {

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from all_formats import every_format, options_for
 from ddp_common import (
     assert_close,
     assert_replicas_equal,
@@ -26,13 +27,14 @@ from ddp_common import (
     step,
     wrap,
 )
-from exchange_oracle import assert_same_bits, expected
+from exchange_oracle import Emulation, assert_same_bits, expected
 from reference import Format
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 from torch.distributed.algorithms.join import Join
 
-from horovod_aps.ddp import APSState, aps_hook
+from horovod_aps.ddp import APSState, PackedState, aps_hook
+from horovod_aps.options import Options
 
 start()
 RANK, SIZE = dist.get_rank(), dist.get_world_size()
@@ -45,6 +47,18 @@ def together():
     """Ranks begin tests together, so that a failure is one of the test that it is found in."""
     dist.barrier()
     yield
+
+
+@pytest.mark.parametrize("fmt", every_format(), ids=str)
+def test_every_format_equals_emulation(fmt):
+    module, options = make_model(), options_for(fmt, seed=3)
+    model, emulation = wrap(module, PackedState(fmt, **options)), Emulation(SIZE, Options(format=fmt, **options))
+    for number in range(3):
+        grads = gradients_of_all(module, number, SIZE)
+        wanted = emulation.step([dict(reversed(one.items())) for one in grads])
+        actual = step(model, number)
+        for name, values in wanted.items():
+            assert_same_bits(actual[name].numpy(), values, f"step {number}, {name}")
 
 
 def test_results_equal_the_simulation_bit_for_bit():

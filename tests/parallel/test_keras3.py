@@ -15,7 +15,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from exchange_oracle import assert_same_bits, expected, make_gradients
+from all_formats import every_format, options_for
+from exchange_oracle import Emulation, assert_same_bits, expected, make_gradients
 from horovod._keras import callbacks as stock_callbacks
 from reference import Format
 from tf_common import digits, initial_weights, replicas_equal
@@ -27,9 +28,11 @@ from horovod_aps.keras import (
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,
     MetricAverageCallback,
+    PackedCompressor,
     load_model,
 )
 from horovod_aps.keras import optimizer as optimizer_module
+from horovod_aps.options import Options
 from horovod_aps.tensorflow import DistributedGradientTape, broadcast_variables
 from horovod_aps.tensorflow.compressor import _warn_of_idle_compressors
 
@@ -88,6 +91,18 @@ def test_apply_equals_simulation():
     for variable, g in zip(variables, wanted.values()):
         assert_same_bits(variable.numpy(), np.float32(0) - g)
     assert (idle.numpy() == 1).all()
+
+
+@pytest.mark.parametrize("fmt", every_format(), ids=str)
+def test_apply_in_every_format_equals_emulation(fmt):
+    grads, options = make_gradients((63, 8, 1025), hvd.size()), options_for(fmt, seed=3)
+    variables = [keras.Variable(np.zeros(x.shape, np.float32)) for x in grads[0].values()]
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0), PackedCompressor(fmt, **options))
+    optimizer.apply([*map(tf.constant, grads[hvd.rank()].values())], variables)
+    wanted = Emulation(hvd.size(), Options(format=fmt, **options)).step(grads)
+    for variable, g in zip(variables, wanted.values()):
+        assert_same_bits(variable.numpy(), np.float32(0) - g)
+    assert replicas_equal(variables)
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True], ids=["graph", "eager"])

@@ -13,11 +13,13 @@ import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 import tensorflow as tf
-from exchange_oracle import SIZES, assert_same_bits, carrier_pairs, check, expected, make_gradients
+from all_formats import every_format, options_for
+from exchange_oracle import SIZES, Emulation, assert_same_bits, carrier_pairs, check, expected, make_gradients
 from reference import Format
 from tf_common import digits, initial_weights, replicas_equal
 
-from horovod_aps.tensorflow import APSCompressor
+from horovod_aps.options import Options
+from horovod_aps.tensorflow import APSCompressor, PackedCompressor
 from horovod_aps.tensorflow.compressor import MANY
 
 hvd.init()
@@ -140,6 +142,29 @@ def test_tape_equals_simulation(groups, graph):
     if not groups:
         dense = tf.convert_to_tensor(results[4]).numpy()
         assert (dense[: hvd.size()] == AVERAGE).all() and not dense[hvd.size() :].any()
+
+
+@pytest.mark.parametrize("fmt", every_format(), ids=str)
+def test_tape_in_every_format_equals_emulation(fmt):
+    """Bit for bit what all ranks in one process get, over steps."""
+    grads, options = make_gradients((63, 8, 1025), hvd.size()), options_for(fmt, seed=3)
+    variables = [tf.Variable(tf.zeros(x.shape)) for x in grads[0].values()]
+    compressor, emulation = PackedCompressor(fmt, **options), Emulation(hvd.size(), Options(format=fmt, **options))
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = sum(tf.reduce_sum(v * g) for v, g in zip(variables, grads[hvd.rank()].values()))
+        tape = hvd.DistributedGradientTape(tape, compression=compressor, groups=1)
+        for v, g in zip(variables, tape.gradient(loss, variables)):
+            v.assign_sub(g)
+
+    total = {name: np.zeros_like(x) for name, x in grads[0].items()}
+    for _ in range(3):
+        step()
+        total = {name: total[name] - x for name, x in emulation.step(grads).items()}
+    check({name: v.numpy() for name, v in zip(total, variables)}, total)
+    assert replicas_equal(variables)
 
 
 def test_tape_predivide_factor():

@@ -12,7 +12,8 @@ import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
-from exchange_oracle import assert_same_bits, expected
+from all_formats import every_format, options_for
+from exchange_oracle import Emulation, assert_same_bits, expected
 from horovod.torch import mpi_ops
 from reference import Format
 from torch_common import (
@@ -26,7 +27,8 @@ from torch_common import (
     to_numpy,
 )
 
-from horovod_aps.torch import APSCompressor
+from horovod_aps.options import Options
+from horovod_aps.torch import APSCompressor, PackedCompressor
 
 hvd.init()
 ERROR = 0.005  # of (5, 10), in which a factor that is wrong cannot hide; layers of 2 elements may cancel
@@ -48,6 +50,28 @@ def reduced(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int 
     grads = dict(named_gradients(model))
     optimizer.zero_grad()
     return grads
+
+
+@pytest.mark.parametrize("fmt", every_format(), ids=str)
+def test_training_in_every_format_equals_emulation(fmt):
+    """Bit for bit what all ranks in one process get, over steps, with residuals and random bits where they belong."""
+    model, options = make_model(), options_for(fmt, seed=3)
+    compressor = PackedCompressor(fmt, **options)
+    optimizer, emulation = wrap(model, compressor), Emulation(hvd.size(), Options(format=fmt, **options))
+    for step in range(3):
+        exact = gradients_of(model, lambda rank, step=step: loss_of(model, step, rank))
+        loss_of(model, step, hvd.rank()).backward()
+        optimizer.synchronize()
+        actual = dict(named_gradients(model))
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        optimizer.zero_grad()
+        plan = next(iter(next(iter(compressor._reducers.values()))._plans.values()))
+        names = [spec.name.removeprefix("allreduce.") for spec in plan.specs]
+        wanted = emulation.step([{name: rank[name] for name in names} for rank in exact])
+        for name in wanted:
+            assert_same_bits(actual[name], wanted[name], f"{name}, step {step}")
+    assert_replicas_equal(model)
 
 
 def test_unnamed_collectives_of_the_user_between_backward_and_step():

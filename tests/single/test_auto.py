@@ -19,7 +19,7 @@ from exchange_oracle import assert_same_bits
 from horovod_aps.engine.exchange import Exchange, local_allreduce
 from horovod_aps.engine.layer import Layer
 from horovod_aps.formats import FLOAT32, FloatFormat
-from horovod_aps.frontends.compressor import BaseCompressor
+from horovod_aps.frontends.compressor import ByBits
 from horovod_aps.frontends.reducer import ReducerKey
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.options import Options
@@ -166,7 +166,7 @@ def test_auto_refuses_candidates_that_are_no_choice():
 # ---- Compressors, which may have several exchanges ----
 
 
-class Compressor(BaseCompressor):
+class Compressor(ByBits):
     """A compressor of rank `rank` in one process, with one exchange for each of `names`."""
 
     def join(self, transports: dict[str, LocalTransport]) -> None:

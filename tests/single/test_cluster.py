@@ -21,7 +21,8 @@ from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "cluster.py"
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "benchmarks" / "cluster.py"
 N_SENT = 4_000_000
 
 # Host 1 sends N_SENT bytes to host 0, which prints how long a byte's round trip and the whole transfer took.
@@ -214,14 +215,17 @@ def test_cluster_without_root_says_what_is_missing_and_offers_loopback() -> None
     # The scripts are copied, and the system's Python runs them: here, only root may be able to read either.
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
-        for path in (SCRIPT, SCRIPT.with_name("netns.py")):
-            shutil.copy(path, folder)
+        package = Path(folder, "horovod_aps", "bench")
+        package.mkdir(parents=True)
+        for name in ("cluster.py", "netns.py"):
+            shutil.copy(ROOT / "horovod_aps" / "bench" / name, package)
         done = subprocess.run(
-            ["python3", f"{folder}/{SCRIPT.name}", "--hosts", "2", "--", "true"],
+            ["python3", "-m", "horovod_aps.bench.cluster", "--hosts", "2", "--", "true"],
             preexec_fn=drop_root,
             capture_output=True,
             text=True,
-            cwd="/",
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": folder},
             check=False,
         )
     assert done.returncode == 2

@@ -40,6 +40,11 @@ USED = [  # all that the package asks of CuPy
     "cuda.runtime.memcpyAsync",
     "cuda.runtime.memsetAsync",
     "cuda.runtime.pointerGetAttributes",
+    "cuda.runtime.getDeviceCount",
+    "cuda.runtime.getDeviceProperties",
+    "cuda.runtime.driverGetVersion",
+    "cuda.runtime.runtimeGetVersion",
+    "cuda.runtime.memcpyDeviceToDevice",
     "cuda.runtime.memcpyHostToDevice",
     "cuda.runtime.memcpyDeviceToHost",
     "cuda.function.Module",
@@ -100,7 +105,13 @@ def test_only_what_is_listed_is_asked_of_cupy() -> None:
     """A name that is not compared with the real one would be found wrong on a GPU first."""
     listed = {path for entry in USED for path in (entry, entry.rsplit(".", 1)[0])} | {"cuda.runtime", "cuda.function"}
     root = Path(K.__file__).parent.parent
-    for file in ("kernels/cuda.py", "kernels/memory.py", "kernels/nvrtc.py", "transports/device.py"):
+    for file in (
+        "kernels/cuda.py",
+        "kernels/memory.py",
+        "kernels/nvrtc.py",
+        "transports/device.py",
+        "tools/gpu_check.py",
+    ):
         for name in re.findall(r"\bcuda\.([A-Za-z_]+)\b(?!\.py)", (root / file).read_text()):
             if name not in ("libs", "py"):
                 assert f"cuda.{name}" in listed, f"{file} uses cuda.{name}"
@@ -246,3 +257,18 @@ def test_memory_belongs_to_our_stream_and_device() -> None:
     array = kernels.zeros(4)
     assert array._memory._stream == kernels.stream.ptr != 0
     assert set(cuda_standin.cuda.devices) == {3}
+
+
+def test_a_table_that_is_on_the_device_is_not_sent_again() -> None:
+    """Whatever lies between the fields of its records."""
+    cuda_standin.reset()
+    kernels = CudaKernels(cuda_standin)
+    segs = np.zeros(3, K.SEGMENT)
+    for noise in (0x00, 0xFF):
+        with kernels.at_work():
+            before = cuda_standin.counts()["copies"]
+            np.full(segs.nbytes, noise, np.uint8)  # what a copy of the table finds in its memory
+            kernels._table(segs, segs["exponent"])
+            n_copies = cuda_standin.counts()["copies"] - before
+    assert n_copies == 0
+    cuda_standin.reset()

@@ -18,12 +18,16 @@ import cuda_standin  # noqa: E402
 from cuda_compilers import compile_with_nvcc  # noqa: E402
 
 from horovod_aps import kernels as K  # noqa: E402
+from horovod_aps.formats import MX, QSGD, DynamicTree, OneBit, TableFormat  # noqa: E402
 from horovod_aps.kernels import cuda as C  # noqa: E402
 from horovod_aps.kernels.memory import DeviceArray  # noqa: E402
 from horovod_aps.kernels.nvrtc import OPTIONS  # noqa: E402
 
 SIZES = [0, 1, 7, 8, 9, 1023, 1025, 4096, 4099]
 FORMATS = [(4, 3), (5, 2), (3, 0), (3, 2), (5, 10), (8, 7), (8, 23), (7, 23), (2, 12), (1, 2), (1, 6), (6, 1)]
+BUCKETS = [MX(4, 3), MX(2, 1, 8, True), DynamicTree(), TableFormat([-1, 0.1, 1]),
+           QSGD(8), QSGD(4, 64), QSGD(2, 128, "l2"), QSGD(5, 27, "l2"), QSGD(8, 5000, "l2"), OneBit(), OneBit(27),
+           OneBit(300), OneBit(4096), OneBit("tensor")]  # fmt: skip
 LAUNCHES = [(32, 1), (256, 65535), (96, 3)]
 
 
@@ -35,8 +39,8 @@ def bits_of(values: np.ndarray, dtype: int) -> np.ndarray:
         return values.astype([np.float32, np.float64, np.float16][dtype])
 
 
-def make_bucket(rng: np.random.Generator, n_rows: int) -> tuple[np.ndarray, list[np.ndarray], int]:
-    """A table of segments of random format, dtype, size and scale, some zero, some raw, some not finite."""
+def make_bucket(rng: np.random.Generator, n_rows: int, share: float = 0.3) -> tuple[np.ndarray, list[np.ndarray], int]:
+    """A table of segments of random format, dtype, size and scale, some zero or not finite; a share has buckets."""
     segs = np.zeros(n_rows, dtype=K.SEGMENT)
     arrays, offset = [], 0
     for row in segs:
@@ -51,12 +55,17 @@ def make_bucket(rng: np.random.Generator, n_rows: int) -> tuple[np.ndarray, list
         array = bits_of(values, dtype)
         exp_bits, man_bits = FORMATS[rng.integers(len(FORMATS))]
         flags = K.SPECIALS if rng.random() < 0.6 else 0
+        flags |= K.NEAREST if rng.random() < 0.2 else 0
         is_raw = rng.random() < 0.1
         row["family"] = K.FAMILY_RAW if is_raw else K.FAMILY_FLOAT
         row["data"], row["n"], row["offset"] = array.ctypes.data, n, offset
         row["factor"] = rng.choice([1.0, 0.5, 1 / 3, -2.0, 1e-30, 1e-42, 0.0])
         row["exp_bits"], row["man_bits"], row["flags"], row["dtype"] = exp_bits, man_bits, flags, dtype
         row["uid"], row["first"] = rng.integers(2**32), rng.choice([0, 8, 2**32 - 16, 2**40])
+        if rng.random() < share:
+            fmt = BUCKETS[rng.integers(len(BUCKETS))]
+            fmt.describe(row)
+            offset += fmt.bytes_for(n)
         offset += (n * (32 if is_raw else 1 + exp_bits + man_bits) + 7) // 8 + int(rng.integers(4))
         arrays.append(array)
     return segs, arrays, offset + 8

@@ -230,12 +230,18 @@ def test_make_targets_exist() -> None:
 
 
 def test_scripts_and_their_flags_exist() -> None:
-    """Every `python script.py --flags` of this repository, under whatever launcher."""
-    files = {"examples": ("common.py", "segmentation_data.py"), "benchmarks": ("studies.py",), "tests": ()}
+    """Every `python script.py --flags` and `python -m module --flags` of this repository, under whatever launcher."""
+    files = {
+        "examples": ("common.py", "segmentation_data.py"),
+        "benchmarks": ("studies.py", "../horovod_aps/bench/cluster.py"),
+        "tests": (),
+        "horovod_aps": (),
+    }
     shared = {folder: "".join((ROOT / folder / name).read_text() for name in names) for folder, names in files.items()}
     checked = set()
-    for where, words in commands():
-        scripts = [i for i, word in enumerate(words) if re.match(r"(examples|benchmarks|tests)/.*\.py$", word)]
+    for where, given in commands():
+        words = [word.replace(".", "/") + ".py" if re.match(r"horovod_aps\.\w+\.", word) else word for word in given]
+        scripts = [i for i, word in enumerate(words) if re.match(rf"({'|'.join(files)})/.*\.py$", word)]
         for i, following in zip(scripts, [*scripts[1:], len(words)], strict=False):
             path = ROOT / words[i]
             assert path.is_file(), f"{where}: {words[i]}"

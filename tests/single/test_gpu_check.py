@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:
 def test_kernels_of_the_stand_in_are_found_equal_and_timed(monkeypatch) -> None:
     cuda_standin.reset()
     device = CudaKernels(cuda_standin, block=32)
+    monkeypatch.setattr(gpu_check, "FORMATS", [(4, 3), None])  # all of them in the whole, below
     lines = list(gpu_check.compare(device))
     assert len(lines) == 7 and all(line.endswith("as on the CPU") for line in lines)
     monkeypatch.setattr(gpu_check, "REPEATS", 1)
@@ -37,7 +39,23 @@ def test_a_report_is_written_and_failures_count(tmp_path: Path, monkeypatch) -> 
         yield
 
     monkeypatch.setattr(gpu_check, "n_devices", lambda: 1)
-    monkeypatch.setattr(gpu_check, "sections", lambda: iter([("one", lambda: iter(["fine"])), ("two", fails)]))
+    monkeypatch.setattr(gpu_check, "sections", lambda n_timed: iter([("one", lambda: iter(["fine"])), ("two", fails)]))
     out = tmp_path / "report.txt"
     assert gpu_check.main(["--out", str(out)]) == 1
     assert "fine" in out.read_text() and "FAILED: RuntimeError: no such kernel" in out.read_text()
+
+
+def test_the_whole_of_it_runs_on_the_stand_in(tmp_path: Path) -> None:
+    """As on a machine with a GPU, which the stand-in plays: every section, with two ranks of each framework."""
+    tests = Path(__file__).parents[1]
+    paths = [str(tests / "gpu_machine"), str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMPI_MCA_rmaps_base_oversubscribe": "1"}
+    out = tmp_path / "out.txt"
+    command = [sys.executable, "-m", "horovod_aps.tools.gpu_check", "--out", str(out), "--elements", "512"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path)
+    text = out.read_text() if out.exists() else done.stderr
+    assert done.returncode == 0, text
+    for title in ("machine", "compiling", "kernels against the CPU", "speed", "two ranks, PyTorch"):
+        assert f"\n{title}\n" in text
+    assert text.count("of 2: as on the CPU; flat") == 4 and text.count("through pinned host memory") == 4, text
+    assert "FAILED" not in text and "not run" not in text

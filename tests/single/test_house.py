@@ -23,7 +23,15 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "horovod_aps"
 FRONTENDS = ("torch", "tensorflow", "keras", "ddp", "fsdp")
 ON_HOROVOD = FRONTENDS[:3]
-FOR_TORCH = ("activations", "for_torch", "group", "tensors")  # modules of other rooms that need torch
+FOR_TORCH = (
+    "activations",
+    "for_torch",
+    "group",
+    "methods",
+    "tensors",
+    "worker",
+    "works",
+)  # modules of other rooms that need torch
 MAX_LINES = 60
 
 # Run without Horovod and with torch alone: what studies formats, predicts, and reduces among emulated ranks.

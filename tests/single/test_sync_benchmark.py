@@ -13,16 +13,18 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import sync  # noqa: E402
-from methods import DEFAULT_METHODS, EXTRA_METHODS, bits_per_element, label, make_compression  # noqa: E402
-from works import GradientSource, digits_batches, work_shapes  # noqa: E402
+
+from horovod_aps.bench import cases  # noqa: E402
+from horovod_aps.bench.methods import make_compression  # noqa: E402
+from horovod_aps.bench.names import DEFAULT_METHODS, EXTRA_METHODS, bits_per_element, label  # noqa: E402
+from horovod_aps.bench.works import GradientSource, digits_batches, work_shapes  # noqa: E402
 
 
 def test_parse_link_splits_rate_and_delay() -> None:
-    assert sync.parse_link("1gbit+5ms") == ("1gbit", 5.0)
-    assert sync.parse_link("shm") == ("shm", 0.0)
+    assert cases.parse_link("1gbit+5ms") == ("1gbit", 5.0)
+    assert cases.parse_link("shm") == ("shm", 0.0)
     with pytest.raises(ValueError, match="looks like \"1gbit\\+5ms\", got '1gbit\\+5s'"):
-        sync.parse_link("1gbit+5s")
+        cases.parse_link("1gbit+5s")
 
 
 def test_derive_gives_ratios_shares_and_model_bytes() -> None:
@@ -38,7 +40,7 @@ def test_derive_gives_ratios_shares_and_model_bytes() -> None:
             "aps_4_3": raw([0.3, 0.2, 0.25], [1.5e6, 1.6e6, 1.4e6, 1.5e6]),
         },
     }
-    sync._derive(result)
+    cases.derive(result)
     aps = result["methods"]["aps_4_3"]  # type: ignore[index]
     assert aps["median"] == 0.25
     assert aps["over_horovod_fp32"] == pytest.approx(3.6)
@@ -52,6 +54,8 @@ def test_method_names_have_labels_and_widths() -> None:
     names = DEFAULT_METHODS + EXTRA_METHODS
     assert [bits_per_element(name) for name in names] == [32, 16, 8, 8, 6, 4, 32, 16, None, None]
     assert label("aps_3_0") == "APS (3, 0)"
+    assert label("packed:onebit+ef") == "onebit, error feedback"
+    assert bits_per_element("packed:qsgd4") == 4 + 32 / 512 and bits_per_element("packed:mx-e4m3") == 8.25
     assert len({label(name) for name in names}) == len(names)
     with pytest.raises(ValueError, match="unknown method 'aps_4'"):
         make_compression("aps_4")

@@ -17,7 +17,7 @@ from horovod_aps.engine.feedback import Residuals
 from horovod_aps.engine.layer import Layer
 from horovod_aps.engine.layout import BucketLayout, LayerSpec
 from horovod_aps.engine.pool import Lease
-from horovod_aps.engine.seeds import stochastic_seed
+from horovod_aps.engine.seeds import seed_of
 from horovod_aps.engine.statistics import exponent_histograms
 from horovod_aps.kernels import (
     DONE,
@@ -135,8 +135,11 @@ class Work:
         return ACCUMULATE_CODES[self.options.accumulate]
 
     def seed(self, stream: int) -> int | None:
-        """Seed of stochastic rounding: another one for every step and rank, the same in every run."""
-        return stochastic_seed(self.options, self.step_number, stream)
+        """Seed of stochastic rounding: another one for every step and rank, the same in every run.
+
+        None if no layer of the bucket asks for it.
+        """
+        return seed_of(self.options.seed, self.step_number, stream) if self.bucket.is_stochastic else None
 
     def exact_sums(self, segments: np.ndarray, scratch: Any, inputs: list[np.ndarray]) -> np.ndarray:
         """Sums that nothing has rounded to (e, m), in `scratch`, as segments that point at them."""

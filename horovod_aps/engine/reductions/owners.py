@@ -30,6 +30,7 @@ class Owners:
         bounds = np.cumsum([0, *(int(lengths[owner == k].sum()) for k in range(size))]).tolist()
         self._messages = [slice(start, end) for start, end in zip(bounds, bounds[1:])]
         self._n_bytes, self._mine = bounds[-1], owner == rank
+        self._n_layers = len(bucket.layers)
 
     @property
     def _n_own(self) -> int:

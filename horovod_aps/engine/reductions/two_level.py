@@ -173,7 +173,7 @@ class TwoLevel(Reduction):
         n_places, peers = self._hosts.n_places, self._others
         inner.add_residuals()
         work.phase("APS_SCAN")
-        yield work.kernels.scan(inner.table, stochastic=work.options.rounding == "stochastic")
+        yield work.kernels.scan(inner.table, stochastic=inner.bucket.is_stochastic)
         table = self._in_slot(visit, "exponents").view(np.int32).reshape(n_places, -1)
         mine = np.full(len(work.layers), EXP_ZERO, np.int32)
         np.maximum.at(mine, inner.bucket.layer_of_segment, inner.table["exponent"])

@@ -16,26 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 from torch.nn.parallel import DistributedDataParallel
-from works import Batch
 
-DEFAULT_METHODS = (
-    "horovod_fp32",
-    "horovod_fp16",
-    "aps_5_2",
-    "aps_4_3",
-    "aps_3_2",
-    "aps_3_0",
-    "ddp_fp32",
-    "ddp_fp16",
-)
-# Right only in one bucket, and slow on CPUs; the default selection has them once.
-EXTRA_METHODS = ("ddp_powersgd", "ddp_quant8")
-# What a user of DDP chooses among.
-DDP_METHODS = ("ddp_fp32", "ddp_fp16", "ddp_bf16", "ddp_powersgd", "ddp_aps_4_3")
+from horovod_aps.bench.names import FLAT, PACKED, bits_of, packed_format
+from horovod_aps.bench.works import Batch
+
 LEARNING_RATE = 0.01
 # Larger than any model here: all gradients in one bucket.
 ONE_BUCKET_MB = 4096
-FLAT = "_flat"  # at the end of a method's name: without a level of its own for the ranks of a host
 
 
 class Method(ABC):
@@ -107,7 +94,7 @@ class DDPMethod(Method):
 
 
 def make_method(name: str, module: nn.Module) -> Method:
-    """The method of a given name: "horovod_...", "aps_<e>_<m>[_flat]", "ddp_aps_<e>_<m>" or "ddp_..."."""
+    """The method of a name: "horovod_...", "aps_<e>_<m>[_flat]", "packed:<format>[+ef]", "ddp_aps_..." or "ddp_..."."""
     if name == "ddp_fp32":
         return DDPMethod(name, module)
     if name == "ddp_fp16":
@@ -117,7 +104,7 @@ def make_method(name: str, module: nn.Module) -> Method:
     if name.startswith("ddp_aps_"):
         from horovod_aps.ddp import APSState, aps_hook
 
-        return DDPMethod(name, module, aps_hook, APSState(*_bits(name)))
+        return DDPMethod(name, module, aps_hook, APSState(*bits_of(name)))
     if name == "ddp_powersgd":
         # Over Gloo this hook breaks with several buckets: it starts collectives from Gloo's worker threads,
         # in an order that differs between ranks. Rank 4 is the largest that its paper uses on images.
@@ -142,41 +129,12 @@ def make_compression(name: str) -> Any:
         return hvd.Compression.none
     if name == "horovod_fp16":
         return hvd.Compression.fp16
-    from horovod_aps.torch import APSCompressor
+    from horovod_aps.torch import APSCompressor, PackedCompressor
 
-    return APSCompressor(*_bits(name), hierarchy="flat" if name.endswith(FLAT) else "auto")
-
-
-def _bits(name: str) -> tuple[int, int]:
-    """e and m of "aps_<e>_<m>[_flat]" and "ddp_aps_<e>_<m>"."""
-    kind, *bits = name.removeprefix("ddp_").removesuffix(FLAT).split("_")
-    if kind != "aps" or len(bits) != 2 or not all(text.isdigit() for text in bits):
-        raise ValueError(f"make_method: unknown method {name!r}; known are {', '.join(DEFAULT_METHODS)}")
-    return int(bits[0]), int(bits[1])
-
-
-def label(name: str) -> str:
-    """How tables and plots call a method."""
-    fixed = {
-        "horovod_fp32": "Horovod fp32",
-        "horovod_fp16": "Horovod fp16",
-        "ddp_fp32": "DDP (Gloo)",
-        "ddp_fp16": "DDP fp16 hook",
-        "ddp_bf16": "DDP bf16 hook",
-        "ddp_powersgd": "DDP PowerSGD",
-        "ddp_quant8": "DDP 8-bit hook",
-    }
-    if name in fixed:
-        return fixed[name]
-    text = ("DDP " if name.startswith("ddp_") else "") + "APS ({}, {})".format(*_bits(name))
-    return text + (", flat" if name.endswith(FLAT) else "")
-
-
-def bits_per_element(name: str) -> float | None:
-    """Bits per element of what a method sends around the ring; None if it is no ring."""
-    if name.removeprefix("ddp_").startswith("aps_"):
-        return 1.0 + sum(_bits(name))
-    return {"fp32": 32.0, "fp16": 16.0, "bf16": 16.0}.get(name.split("_")[1])
+    if name.startswith(PACKED):
+        wire_format, feedback = packed_format(name)
+        return PackedCompressor(wire_format, error_feedback=feedback)
+    return APSCompressor(*bits_of(name), hierarchy="flat" if name.endswith(FLAT) else "auto")
 
 
 class _NestedWork:

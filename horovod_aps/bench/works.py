@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from horovod_aps.tools.shapes import MODELS, layer_shapes
@@ -132,6 +131,8 @@ class DigitsNet(nn.Module):
 
 def digits_batches(rank: int, n_ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
     """One rank's endless batches of the digits that come with scikit-learn; ranks have disjoint shards."""
+    from sklearn.datasets import load_digits
+
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32)[rank::n_ranks, None] / 16
     labels = torch.tensor(data.target)[rank::n_ranks]

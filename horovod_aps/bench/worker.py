@@ -1,6 +1,6 @@
 """One rank of the synchronisation benchmark: all methods take turns on one work; rank 0 writes the result.
 
-Started by sync.py through mpirun or horovodrun, never by hand: once with all Horovod methods, once with all
+Started by cases.py through mpirun or horovodrun, never by hand: once with all Horovod methods, once with all
 DDP methods. Those are kept apart because Horovod's background thread negotiates with the other ranks every
 millisecond also when nothing is to be done, and would take a good part of a core from DDP.
 """
@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cluster import interface_bytes
-from methods import Method, make_method
 from torch import Tensor
-from works import DigitsNet, GradientSource, ShapesModel, digits_batches, work_shapes
+
+from horovod_aps.bench.cluster import interface_bytes
+from horovod_aps.bench.methods import Method, make_method
+from horovod_aps.bench.works import DigitsNet, GradientSource, ShapesModel, digits_batches, work_shapes
 
 # PowerSGD sends plain gradients in its first two rounds; DDP rebuilds its buckets after the first.
 N_WARM_UP = 4
@@ -31,7 +32,7 @@ class World:
     def __init__(self, config: dict[str, Any]) -> None:
         kinds = {name.startswith("ddp_") for name in config["methods"]}
         if len(kinds) != 1:
-            raise ValueError(f"sync_worker: methods must be all DDP or all Horovod, got {config['methods']}")
+            raise ValueError(f"bench.worker: methods must be all DDP or all Horovod, got {config['methods']}")
         self.uses_horovod = not kinds.pop()
         if self.uses_horovod:
             import horovod.torch as hvd

@@ -1,0 +1,111 @@
+"""Horovod's own all-to-all and all-gather of bytes; with NCCL, from the memory of one GPU to that of others.
+
+They run behind our kernels: Horovod waits for what the current stream has queued, and that is our stream. What has come
+is copied to where our kernels look for it, on the same stream; nobody waits on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from horovod.common.exceptions import HorovodInternalError
+from horovod.torch import mpi_ops
+
+from horovod_aps import config
+from horovod_aps.errors import LostPeer
+from horovod_aps.frontends.world import process_set_of
+
+
+def are_wanted(device: torch.device) -> bool:
+    """Whether messages of a device should travel so: on a GPU, if Horovod was built for NCCL.
+
+    Not if Horovod says that an operation is over before it is (HOROVOD_ENABLE_ASYNC_COMPLETION).
+    """
+    return device.type == "cuda" and config.gpu_way() == "auto" and has_nccl() and not config.completes_early()
+
+
+def has_nccl() -> bool:
+    """Whether Horovod was built for NCCL."""
+    return bool(mpi_ops._basics.nccl_built())
+
+
+class _Operation:
+    """One operation of Horovod's."""
+
+    def __init__(self, owner: HorovodOperations, handle: int) -> None:
+        self._owner, self._handle = owner, handle
+
+    def done(self) -> bool:
+        return bool(mpi_ops.poll(self._handle))
+
+    def put(self, places: Sequence[tuple[int, Any]]) -> None:
+        with self._owner.at_work():
+            try:
+                output = mpi_ops.synchronize(self._handle)
+            except HorovodInternalError as error:
+                raise LostPeer(str(error)) from None
+            received = output[0] if isinstance(output, tuple) else output
+            self._owner.unpack(received, places)
+
+
+class HorovodOperations:
+    """Of the ranks of a process set, on messages that kernels of `device` have made."""
+
+    def __init__(self, kernels: Any, device: torch.device, process_set_id: int) -> None:
+        self._kernels, self._device = kernels, device
+        self._process_set = process_set_of(mpi_ops._basics, process_set_id)
+
+    @property
+    def way(self) -> str:
+        return "from device memory by Horovod's NCCL" if self._device.type == "cuda" else "by Horovod's operations"
+
+    def takes(self, array: Any) -> bool:
+        return self._device.type == "cpu" or not isinstance(array, np.ndarray)
+
+    @contextmanager
+    def at_work(self) -> Generator[None, None, None]:
+        """Our stream is PyTorch's current one."""
+        if self._device.type != "cuda":
+            yield
+            return
+        with self._kernels.at_work():
+            with torch.cuda.stream(torch.cuda.ExternalStream(self._kernels.stream.ptr, self._device)):
+                yield
+
+    def alltoall(self, name: str, parts: Sequence[Any]) -> _Operation:
+        splits = torch.tensor([len(part) for part in parts], dtype=torch.int32)
+        with self.at_work():
+            return self._begin(mpi_ops.alltoall_async, self.pack(parts), splits, name)
+
+    def allgather(self, name: str, part: Any) -> _Operation:
+        with self.at_work():
+            return self._begin(mpi_ops.allgather_async, self.pack([part]), name)
+
+    def _begin(self, operation: Any, *arguments: Any) -> _Operation:
+        try:
+            return _Operation(self, operation(*arguments, process_set=self._process_set))
+        except HorovodInternalError as error:
+            raise LostPeer(str(error)) from None
+
+    def pack(self, parts: Sequence[Any]) -> torch.Tensor:
+        """The parts in a row; a copy, but for a single one."""
+        tensors = [self._tensor(part) for part in parts if len(part)]
+        if len(tensors) == 1:
+            return tensors[0]
+        return torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.uint8, device=self._device)
+
+    def unpack(self, received: torch.Tensor, places: Sequence[tuple[int, Any]]) -> None:
+        """Copy parts of what has come to where they are wanted."""
+        for start, array in places:
+            if len(array):
+                self._tensor(array).copy_(received[start : start + len(array)])
+        if received.is_cuda:  # of Horovod's thread, whose stream may have it back only behind our copies
+            received.record_stream(torch.cuda.current_stream(self._device))
+
+    def _tensor(self, array: Any) -> torch.Tensor:
+        """The array's own memory as a tensor."""
+        return torch.from_numpy(array) if self._device.type == "cpu" else torch.as_tensor(array, device=self._device)
