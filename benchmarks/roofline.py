@@ -95,19 +95,19 @@ def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @cache
     @wraps(function)
-    def found(*arguments: Any) -> Any:
+    def found(*arguments: Any, **named: Any) -> Any:
         from cupy_backends.cuda.libs import nvrtc
 
         from horovod_aps.kernels.nvrtc import OPTIONS, cache_folder
 
-        folder, parts = cache_folder(), [function.__name__, repr(arguments), repr(OPTIONS), repr(nvrtc.getVersion())]
+        folder, parts = cache_folder(), [function.__name__, repr((arguments, named)), repr(OPTIONS), repr(nvrtc.getVersion())]
         parts += [path.read_text() for path in (Path(__file__), *sorted(_folder().glob("*.[hc]*")))]
         parts += [f"{tool} {Path(tool).stat().st_mtime}" for name in TOOLS if (tool := _tool(name))]
         key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
         file = None if folder is None else folder / f"roofline-{key}.json"
         if file is not None and file.exists():
             return json.loads(file.read_text())
-        result = function(*arguments)
+        result = function(*arguments, **named)
         if file is not None:
             with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as made:
                 json.dump(result, made)
