@@ -153,6 +153,12 @@ class Exchange:
         return None if hosts is None else hosts.room
 
     @property
+    def waits_nearby(self) -> bool:
+        """Whether all that is on its way waits for ranks of this host, which wake those that rest (`room`)."""
+        agreed = self._flight is None or self._flight.is_agreed
+        return agreed and bool(self._jobs) and all(job.waits_nearby for job in self._jobs)
+
+    @property
     def way(self) -> str:
         """How gradients travel between hosts, for people; empty while that is not known."""
         if self.transport is None:

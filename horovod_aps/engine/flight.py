@@ -12,6 +12,7 @@ from horovod_aps.engine.reductions import ChooseReduction, plan_reductions
 from horovod_aps.engine.reductions.base import Steps, Work
 from horovod_aps.options import Options
 from horovod_aps.transports.base import Request, Transport
+from horovod_aps.transports.memory import Until
 
 
 class Plan:
@@ -45,6 +46,11 @@ class Job:
     @property
     def finished(self) -> bool:
         return self._request is None
+
+    @property
+    def waits_nearby(self) -> bool:
+        """Whether it waits for ranks of this host, and not for the network."""
+        return isinstance(self._request, Until)
 
     def step(self) -> bool:
         """Advance as far as possible; True if anything moved."""

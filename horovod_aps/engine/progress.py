@@ -84,7 +84,7 @@ def _run(exchange: Exchange, steps: Generator[bool, None, None]) -> None:
             idle += 1
             # Yield the core at first, in case the answer is near; then sleep, so that the kernels of the other ranks
             # and Horovod's own thread get the cores.
-            if idle < patience:
+            if idle < patience and not (room is not None and exchange.waits_nearby):
                 time.sleep(0)
             elif room is None:
                 time.sleep(poll)
