@@ -100,7 +100,10 @@ def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
 
         from horovod_aps.kernels.nvrtc import OPTIONS, cache_folder
 
-        folder, parts = cache_folder(), [function.__name__, repr((arguments, named)), repr(OPTIONS), repr(nvrtc.getVersion())]
+        folder, parts = (
+            cache_folder(),
+            [function.__name__, repr((arguments, named)), repr(OPTIONS), repr(nvrtc.getVersion())],
+        )
         parts += [path.read_text() for path in (Path(__file__), *sorted(_folder().glob("*.[hc]*")))]
         parts += [f"{tool} {Path(tool).stat().st_mtime}" for name in TOOLS if (tool := _tool(name))]
         key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
