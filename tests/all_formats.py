@@ -18,6 +18,7 @@ ARGUMENTS: dict[str, list[tuple[Any, ...]]] = {
     "MX": [(4, 3), (2, 1, 64, True)],
     "OneBit": [(), ("column",), ("tensor",)],
     "DynamicTree": [(), ("bitsandbytes",)],
+    "TableFormat": [((-1.0, -0.25, 0.0, 0.25, 1.0),)],
 }
 
 
