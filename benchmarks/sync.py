@@ -24,7 +24,7 @@ from plots import plot_cases, plot_scaling
 
 from horovod_aps.bench.cases import Case, Settings, run_case
 from horovod_aps.bench.cluster import ClusterError
-from horovod_aps.bench.names import DDP_METHODS, DEFAULT_METHODS, EXTRA_METHODS, label
+from horovod_aps.bench.names import DDP_METHODS, DEFAULT_METHODS, EXTRA_METHODS, FORMAT_METHODS, label
 from horovod_aps.bench.works import WORKS
 
 LINKS = ("100mbit", "1gbit", "10gbit", "1gbit+5ms", "shm")
@@ -129,7 +129,9 @@ def choose_methods(case: Case, arguments: argparse.Namespace) -> Sequence[str]:
         return DDP_METHODS
     if case.n_places > 1:
         return HOST_METHODS
-    return DEFAULT_METHODS + EXTRA_METHODS if case == Case("resnet50", "1gbit") else DEFAULT_METHODS
+    if case == Case("resnet50", "1gbit"):
+        return DEFAULT_METHODS + FORMAT_METHODS + EXTRA_METHODS
+    return DEFAULT_METHODS
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -14,6 +14,14 @@ DEFAULT_METHODS = (
 )
 # Right only in one bucket, and slow on CPUs; the default selection has them once.
 EXTRA_METHODS = ("ddp_powersgd", "ddp_quant8")
+# The other families, once in the default selection.
+FORMAT_METHODS = (
+    "packed:qsgd4",
+    "packed:qsgd8",
+    "packed:onebit-column+ef",
+    "packed:dynamic-tree",
+    "packed:mx-e4m3",
+)
 # What a user of DDP chooses among.
 DDP_METHODS = ("ddp_fp32", "ddp_fp16", "ddp_bf16", "ddp_powersgd", "ddp_aps_4_3")
 FLAT = "_flat"  # at the end of a method's name: without a level of its own for the ranks of a host
