@@ -9,18 +9,19 @@ import hashlib
 import os
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 from setuptools import Extension, find_namespace_packages, setup
 from setuptools.command.build_ext import build_ext
 
 HEADERS = sorted([*glob.glob("cuda/*.h"), *glob.glob("cuda/*.inc")])
-FILES = sorted([*HEADERS, *glob.glob("cuda/*.cpp")])
 
 
 def checksum() -> str:
     """Of all that the library is made from, as horovod_aps.kernels.native has it: an old library must not be used."""
-    parts = [f"{os.path.basename(path)}\0{open(path).read()}" for path in sorted(FILES, key=os.path.basename)]
+    paths = sorted(Path(path) for path in [*HEADERS, *glob.glob("cuda/*.cpp")])
+    parts = [f"{path.name}\0{path.read_text()}" for path in paths]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

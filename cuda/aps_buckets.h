@@ -78,26 +78,34 @@ APS_FN uint64_t aps_bucket_residual(uint64_t bits, float value, int dtype) {
     return aps_difference(bits, aps_convert(aps_bits(value), APS_F32, APS_F64), dtype);
 }
 
-// As aps_measure_chunk.
+template <class Codec>
+struct ApsBucketValues {
+    const ApsSegment& s;
+    const Codec& codec;
+    const uint8_t* base;
+    APS_METHOD double operator()(int64_t i) const {
+        if (s.exponent == APS_EXP_ZERO) return 0.0;
+        if (s.exponent == APS_EXP_NONFINITE) return aps_double(aps_special(0, APS_KIND_NAN, APS_F64));
+        return (double)aps_bucket_value(s, codec, base, i);
+    }
+};
 template <class Codec>
 APS_FN void aps_measure_buckets(const ApsSegment& s, const uint8_t* base, int64_t begin, int64_t end, double* out) {
     const Codec codec(s);
-    double lost = 0.0, error = 0.0, square = 0.0, largest = 0.0;
-    for (int64_t i = begin; i < end; ++i) {
-        const double x = aps_to_double(aps_load((const void*)s.data, s.dtype, i), s.dtype);
-        double d = s.exponent == APS_EXP_ZERO ? 0.0 : aps_double(aps_special(0, APS_KIND_NAN, APS_F64));
-        if (!aps_is_constant(s)) d = (double)aps_bucket_value(s, codec, base, i);
-        const double magnitude = x < 0 ? -x : x;
-        if (x != 0.0 && d == 0.0) lost += 1.0;
-        error += (x - d) * (x - d);
-        square += x * x;
-        if (magnitude > largest || magnitude != magnitude) largest = magnitude;
-    }
-    out[0] = lost;
-    out[1] = error;
-    out[2] = square;
-    out[3] = largest;
+    const ApsBucketValues<Codec> values = {s, codec, base};
+    aps_measure_values(s, values, begin, end, out);
 }
+
+// A Tally of the largest magnitude, by its bits; NaN and Inf have the largest.
+struct ApsTop {
+    uint32_t top;
+    APS_METHOD ApsTop() : top(0) {}
+    APS_METHOD void add(float x) {
+        const uint32_t bits = aps_bits(x) & 0x7fffffffu;
+        top = bits > top ? bits : top;
+    }
+    APS_METHOD void join(const ApsTop& other) { top = other.top > top ? other.top : top; }
+};
 
 // Elements [begin, end) of a bucket, at most APS_CHUNK: 8 partial sums, joined pairwise. Chunks are joined in order.
 template <class Codec, class Source>

@@ -88,13 +88,13 @@ struct ApsRawCodec {
 
 // ---------------------------------------------------------------------------------------------- for every family
 enum { APS_MEASURE_CHUNK = 256 };  // partial sums of this many elements are added in order: same bits everywhere
-template <class Codec>
-APS_FN void aps_measure_chunk(const ApsSegment& s, const Codec& codec, const uint8_t* base, int64_t begin, int64_t end,
-                              double* out) {
+// values: what element i decodes to.
+template <class Values>
+APS_FN void aps_measure_values(const ApsSegment& s, const Values& values, int64_t begin, int64_t end, double* out) {
     double lost = 0.0, error = 0.0, square = 0.0, largest = 0.0;
     for (int64_t i = begin; i < end; ++i) {
         double x = aps_to_double(aps_load((const void*)s.data, s.dtype, i), s.dtype);
-        double d = aps_double(codec.own_value(aps_get(base, i, codec.width)));
+        double d = values(i);
         double magnitude = x < 0 ? -x : x;
         if (x != 0.0 && d == 0.0) lost += 1.0;
         error += (x - d) * (x - d);
@@ -105,6 +105,18 @@ APS_FN void aps_measure_chunk(const ApsSegment& s, const Codec& codec, const uin
     out[1] = error;
     out[2] = square;
     out[3] = largest;
+}
+template <class Codec>
+struct ApsOwnValues {
+    const Codec& codec;
+    const uint8_t* base;
+    APS_METHOD double operator()(int64_t i) const { return aps_double(codec.own_value(aps_get(base, i, codec.width))); }
+};
+template <class Codec>
+APS_FN void aps_measure_chunk(const ApsSegment& s, const Codec& codec, const uint8_t* base, int64_t begin, int64_t end,
+                              double* out) {
+    const ApsOwnValues<Codec> values = {codec, base};
+    aps_measure_values(s, values, begin, end, out);
 }
 
 #endif

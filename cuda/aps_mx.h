@@ -43,15 +43,8 @@ struct ApsMxCodec {
                b <= APS_MX_MAX_BLOCK && (b & (b - 1)) == 0;
     }
 
-    struct Tally {
-        uint32_t top;
-        APS_METHOD Tally() : top(0) {}
-        APS_METHOD void join(const Tally& other) { top = other.top > top ? other.top : top; }
-    };
-    APS_METHOD void add(Tally& tally, float x) const {
-        const uint32_t bits = aps_bits(x) & 0x7fffffffu;
-        tally.top = bits > tally.top ? bits : tally.top;
-    }
+    typedef ApsTop Tally;
+    APS_METHOD void add(Tally& tally, float x) const { tally.add(x); }
     // The byte of a block from its largest magnitude. A subnormal one has the least power, as its exponent field has it.
     APS_METHOD int byte_of(uint32_t top, int mode) const {
         if (top >= 0x7f800000u) return APS_MX_NAN;

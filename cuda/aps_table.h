@@ -45,15 +45,8 @@ struct ApsTableCodec {
     static bool is_valid(const ApsSegment& s) { return s.codec < aps_n_tables && s.block == 0; }
 #endif
 
-    struct Tally {
-        uint32_t top;
-        APS_METHOD Tally() : top(0) {}
-        APS_METHOD void join(const Tally& other) { top = other.top > top ? other.top : top; }
-    };
-    APS_METHOD void add(Tally& tally, float x) const {
-        const uint32_t bits = aps_bits(x) & 0x7fffffffu;
-        tally.top = bits > tally.top ? bits : tally.top;
-    }
+    typedef ApsTop Tally;
+    APS_METHOD void add(Tally& tally, float x) const { tally.add(x); }
     APS_METHOD void sides(const Tally& tally, int64_t, int, float* out) const {
         out[0] = aps_float(tally.top < 0x7f800000u ? tally.top : 0x7fc00000u);
     }

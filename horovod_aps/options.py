@@ -35,6 +35,23 @@ def as_format(value: Any, specials: bool, where: str) -> Format:
     raise ValueError(f'{where} must be an (e, m) pair or "float32", got {value!r}')
 
 
+def read_format(value: Any, *, who: str) -> Format:
+    """The format that the argument `format` of `who` stands for: a `Format` or its text."""
+    if isinstance(value, Format):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(
+            f"{who}: format must be a format of horovod_aps.formats or its text, such as "
+            f"FloatFormat(4, 3) or 'e4m3', got {value!r}"
+        )
+    try:
+        return _parse(value)
+    except ValueError:
+        raise ValueError(
+            f"{who}: format must be one of horovod_aps.formats or its text, such as 'e4m3', got {value!r}"
+        ) from None
+
+
 _parse = functools.lru_cache(maxsize=256)(parse)
 _float_format = functools.lru_cache(maxsize=256)(FloatFormat)  # every layer of every step asks
 
@@ -133,7 +150,7 @@ class Options:
             _check_format(self.e, self.m, self.specials, f"{self.who}:")
             e, m = int(self.e), int(self.m)
         else:
-            fmt = self._read_format(self.format)
+            fmt = read_format(self.format, who=self.who)
             e = m = 0
             if isinstance(fmt, FloatFormat):
                 e, m = fmt.exp_bits, fmt.man_bits
@@ -141,21 +158,6 @@ class Options:
             object.__setattr__(self, "format", None if isinstance(fmt, FloatFormat) else fmt)
         object.__setattr__(self, "e", e)
         object.__setattr__(self, "m", m)
-
-    def _read_format(self, value: Any) -> Format:
-        if isinstance(value, Format):
-            return value
-        if not isinstance(value, str):
-            raise TypeError(
-                f"{self.who}: format must be a format of horovod_aps.formats or its text, such as "
-                f"FloatFormat(4, 3) or 'e4m3', got {value!r}"
-            )
-        try:
-            return _parse(value)
-        except ValueError:
-            raise ValueError(
-                f"{self.who}: format must be one of horovod_aps.formats or its text, such as 'e4m3', got {value!r}"
-            ) from None
 
     def _check_candidate(self, value: Any) -> Any:
         """A candidate as an (e, m) pair or the text of a format, so that the choice can be sent, saved and pasted."""

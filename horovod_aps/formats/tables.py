@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -137,8 +138,9 @@ class _Named(TableFormat):
         super().__init__(self._numbers())
 
     @staticmethod
+    @abstractmethod
     def _numbers() -> npt.NDArray[np.float64]:
-        raise NotImplementedError
+        """All of them, in order."""
 
     def __str__(self) -> str:
         return self.text
@@ -149,7 +151,7 @@ class _Named(TableFormat):
     @classmethod
     def parse(cls, text: str) -> TableFormat:
         """The format, for its name."""
-        if not cls.text or text != cls.text:
+        if text != cls.text:
             raise ValueError(f"{cls.__name__}: text must be {cls.text!r}, got {text!r}")
         return cls()
 

@@ -27,10 +27,10 @@ from horovod_aps.engine.reductions.owners import Owners
 from horovod_aps.errors import LostPeer
 from horovod_aps.formats import Format
 from horovod_aps.frontends.tensors import DTYPE_CODES
-from horovod_aps.frontends.world import link, mpi_usable
+from horovod_aps.frontends.world import mpi_usable
 from horovod_aps.kernels import for_torch
-from horovod_aps.options import Options
-from horovod_aps.torch.ticket import PRESENT, SPEAKS_MPI, Ticket
+from horovod_aps.options import Options, read_format
+from horovod_aps.torch.ticket import PRESENT, Ticket
 
 N_TICKETS = 8  # that may be under way at once: nobody waits for one whose exchange is over
 global_process_set = mpi_ops.global_process_set
@@ -147,24 +147,12 @@ class _Scatter(torch.autograd.Function):
 
 
 @lru_cache(maxsize=256)
-def _made(format: Format | str, rounding: str, seed: int, who: str) -> Options:
-    return Options(format=format, rounding=rounding, seed=seed, hierarchy="flat", who=who)
-
-
-def _options(who: str, format: Any, rounding: str, seed: int) -> Options:
+def _options(who: str, format: Format | str, rounding: str, seed: int) -> Options:
     """The same object for the same arguments: plans are looked up by it."""
-    if isinstance(format, Format) and format.needs_error_feedback:
-        raise ValueError(f"{who}: {format} needs error feedback, which activations do not have; use another format")
-    if format is None:
-        raise TypeError(f"{who}: format must be one of horovod_aps.formats or its text, got None")
-    try:
-        return _made(format, rounding, seed, who)
-    except ValueError as error:
-        if "error_feedback" in str(error):
-            raise ValueError(
-                f"{who}: {format} needs error feedback, which activations do not have; use another format"
-            ) from None
-        raise
+    fmt = read_format(format, who=who)
+    if fmt.needs_error_feedback:
+        raise ValueError(f"{who}: {fmt} needs error feedback, which activations do not have; use another format")
+    return Options(format=fmt, rounding=rounding, seed=seed, hierarchy="flat", who=who)
 
 
 @contextmanager
@@ -321,13 +309,11 @@ class _Room:
 
     def _meet(self, ticket: Ticket) -> bool:
         """Whether all ranks have come; connects them."""
-        if not ticket.is_over() or ticket.word(PRESENT) != len(self._members):
+        if not ticket.all_there():
             return False
         if self.exchange.transport is None:
-            rank = self._members.index(mpi_ops.rank())
             name = f"{self._name} {self._members} {self._device}"
-            why = "activations have one level"
-            self.exchange.connect(link(name, self._members, rank, ticket.word(SPEAKS_MPI), ticket.addresses, why))
+            self.exchange.connect(ticket.link(name, self._members, "activations have one level"))
         return True
 
 

@@ -20,14 +20,13 @@ from horovod_aps.frontends import checks
 from horovod_aps.frontends.compressor import BaseCompressor, ByBits
 from horovod_aps.frontends.reducer import Reducer, ReducerKey
 from horovod_aps.frontends.tensors import DTYPE_CODES, with_tensors
-from horovod_aps.frontends.world import link, mpi_usable, process_set_of
+from horovod_aps.frontends.world import mpi_usable, process_set_of
 from horovod_aps.kernels import for_torch
 from horovod_aps.kernels.for_torch import on
 from horovod_aps.torch import operations, seam
 from horovod_aps.torch.carrier import TorchCarrier
 from horovod_aps.torch.suspicion import Suspicion
-from horovod_aps.torch.ticket import COLLECTIVE, PRESENT, SPEAKS_MPI, Ticket, TicketOffice
-from horovod_aps.transports.base import Transport
+from horovod_aps.torch.ticket import COLLECTIVE, Ticket, TicketOffice
 from horovod_aps.transports.collective import LATER, NEVER, NOW, CollectiveTransport
 
 MAX_MET = 256  # groups, as programs may name them as they like
@@ -243,20 +242,13 @@ class PackedCompressor(BaseCompressor, Compressor):
 
     def _meet(self, exchange: Exchange, batch: _Batch) -> bool:
         """Whether all ranks are known to be there; connects them if they are not."""
-        if not batch.ticket.is_over() or batch.ticket.word(PRESENT) != batch.size:
+        if not batch.ticket.all_there():
             return False
         if exchange.transport is None:
             name = f"{self._name} {batch.process_set_id} {batch.members} {batch.device}"
             is_collective = batch.ticket.word(COLLECTIVE) == batch.size
-            transport: Transport = link(
-                name,
-                batch.members,
-                batch.members.index(mpi_ops.rank()),
-                batch.ticket.word(SPEAKS_MPI),
-                batch.ticket.addresses,
-                self._options.why_flat
-                or ("gradients are on a GPU" if batch.device.type == "cuda" or is_collective else ""),
-            )
+            on_gpu = "gradients are on a GPU" if batch.device.type == "cuda" or is_collective else ""
+            transport = batch.ticket.link(name, batch.members, self._options.why_flat or on_gpu)
             if is_collective:
                 those = operations.HorovodOperations(exchange.kernels, batch.device, batch.process_set_id)
                 stem = f"{self._name}.bytes.{batch.process_set_id}.{batch.device.type}"

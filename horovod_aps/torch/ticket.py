@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -16,7 +16,9 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
 from horovod_aps.frontends.checks import check_present
+from horovod_aps.frontends.world import link
 from horovod_aps.transports import sockets
+from horovod_aps.transports.base import Transport
 
 PRESENT, PACKED, SPEAKS_MPI, COLLECTIVE, N_WORDS = range(5)
 N_LABELS = 8  # tickets of one exchange that may be under way at once
@@ -87,6 +89,14 @@ class Ticket:
     def addresses(self) -> np.ndarray:
         """Where all ranks listen, once it is over."""
         return self._words[N_WORDS + self._size :].numpy()
+
+    def all_there(self) -> bool:
+        """Whether all ranks have answered and none is in `hvd.join()`; never blocks."""
+        return self.is_over() and self.word(PRESENT) == self._size
+
+    def link(self, name: str, members: Sequence[int], why_flat: str) -> Transport:
+        """What joins the ranks that have answered; see `world.link`."""
+        return link(name, members, self._rank, self.word(SPEAKS_MPI), self.addresses, why_flat)
 
     def announce(self, question: int) -> None:
         """Tell the others of a question (`suspicion`): Horovod reads the words when the last rank has come."""

@@ -13,13 +13,10 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from horovod_aps.transports.above import Above
 from horovod_aps.transports.base import Bytes, Request, Transport
-
-if TYPE_CHECKING:
-    from horovod_aps.transports.hosts import Hosts
 
 PATIENCE_SECONDS = 0.1  # that somebody waits for another exchange before operations of this one begin
 MAX_BYTES = (1 << 31) - 1  # of one operation: Horovod counts in int32
@@ -68,15 +65,13 @@ class _Transfer:
         return self.over
 
 
-class CollectiveTransport:
+class CollectiveTransport(Above):
     """Transfers by `operations`, all else over the transport `below`."""
-
-    memory = "device"
 
     def __init__(self, below: Transport, operations: Operations, name: str, may_begin: Callable[[], int]) -> None:
         """`name` is the same on all ranks, and nobody else's; `may_begin` says NEVER, LATER or NOW."""
-        self.below, self._operations, self._name, self._may_begin = below, operations, name, may_begin
-        self.rank, self.size = below.rank, below.size
+        super().__init__(below)
+        self._operations, self._name, self._may_begin = operations, name, may_begin
         self._others = {rank for rank in range(self.size) if rank != self.rank}
         self._numbers: Counter[int] = Counter()  # of transfers so far, by tag
         self._waiting: deque[_Transfer] = deque()
@@ -85,27 +80,6 @@ class CollectiveTransport:
     @property
     def way(self) -> str:
         return self._operations.way
-
-    @property
-    def hosts(self) -> Hosts | None:
-        """As below, without the memory that a host's ranks share, which operations do not use."""
-        hosts = self.below.hosts
-        return hosts and replace(hosts, room=None, why_flat=hosts.why_flat or "gradients are on GPUs")
-
-    def ready(self) -> bool:
-        return self.below.ready()
-
-    def post(self, message: bytes) -> None:
-        self.below.post(message)
-
-    def heard(self) -> list[tuple[int, bytes]]:
-        return self.below.heard()
-
-    def gone(self) -> set[int]:
-        return self.below.gone()
-
-    def close(self) -> None:
-        self.below.close()
 
     def transfer(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], tag: int) -> Request:
         arrays = [*outgoing.values(), *incoming.values()]

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from horovod_aps.transports.above import Above
 from horovod_aps.transports.base import Bytes, Request, Transport
 
 if TYPE_CHECKING:
     from horovod_aps.kernels.cuda import CudaKernels
-    from horovod_aps.transports.hosts import Hosts
 
 
 class _Transfer:
@@ -37,14 +36,12 @@ class _Transfer:
         return self.over
 
 
-class DeviceTransport:
+class DeviceTransport(Above):
     """A transport of the host for messages of `kernels`; messages of the host go through as they are."""
 
-    memory = "device"
-
     def __init__(self, below: Transport, kernels: CudaKernels) -> None:
-        self.below, self._kernels = below, kernels
-        self.rank, self.size = below.rank, below.size
+        super().__init__(below)
+        self._kernels = kernels
         self.is_direct = below.memory == "any"
         self._waiting: deque[_Transfer] = deque()  # not sent, in order
         self._moving: list[_Transfer] = []
@@ -55,27 +52,9 @@ class DeviceTransport:
         """How messages leave the device, for people."""
         return "from device memory by MPI" if self.is_direct else "through pinned host memory"
 
-    @property
-    def hosts(self) -> Hosts | None:
-        """As below, without the memory that a host's ranks share, which is not a GPU's."""
-        hosts = self.below.hosts
-        return hosts and replace(hosts, room=None, why_flat=hosts.why_flat or "gradients are on GPUs")
-
-    def ready(self) -> bool:
-        return self.below.ready()
-
-    def post(self, message: bytes) -> None:
-        self.below.post(message)
-
     def heard(self) -> list[tuple[int, bytes]]:
         self.pump()
-        return self.below.heard()
-
-    def gone(self) -> set[int]:
-        return self.below.gone()
-
-    def close(self) -> None:
-        self.below.close()
+        return super().heard()
 
     def transfer(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], tag: int) -> Request:
         arrays = [*outgoing.values(), *incoming.values()]
