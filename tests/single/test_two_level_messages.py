@@ -117,8 +117,8 @@ def test_gpus_give_what_cpus_give(hosts: str, options: Options) -> None:
         assert exchanges[0].way.endswith("through pinned host memory") and "by messages" in exchanges[0].way
         moved = cuda_standin.kernel_bytes()
         assert moved["read_pinned"] == moved["written_pinned"] == 0
-        if not options.stats:  # which are measured where the host waits
-            assert cuda_standin.counts()["waits"] <= 2 * 3 * len(hosts)  # residuals that are cut for the first time
+        if not options.stats:  # for them the host waits, else only we do here, for results
+            assert cuda_standin.counts()["waits"] == 3 * len(hosts)
     state = exchanges[1].state()["residuals"]
     assert state.keys() == cpu[1].residuals.keys()
     assert all(np.array_equal(state[name], x) for name, x in cpu[1].residuals.items())
