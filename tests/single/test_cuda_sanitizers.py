@@ -17,6 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cuda_standin
 import pytest
 from cuda_standin import sanitizer
 
@@ -43,6 +44,14 @@ def run(*command: str, timeout: int = 300) -> int:
 @pytest.mark.parametrize(("by", "code"), [(3, 0), (40, -signal.SIGILL)])
 def test_undefined_behaviour_of_a_kernel_ends_the_process(by: int, code: int) -> None:
     assert run("-c", PROBE.format(by=by)) == code
+
+
+def test_flags_have_kernels_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compiled without a sanitizer, or for a GPU, must not be found in the cache."""
+    before = cuda_standin.nvrtc.getVersion()
+    assert len(before) > 2, "a real NVRTC may have this version"
+    monkeypatch.setenv("APS_STANDIN_FLAGS", FLAGS)
+    assert cuda_standin.nvrtc.getVersion() != before
 
 
 @pytest.mark.slow
