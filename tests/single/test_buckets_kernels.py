@@ -97,12 +97,8 @@ class Bucket:
         return found
 
     def random(self, row: int, seed: int | None) -> np.ndarray | None:
-        if seed is None:
-            return None
         segment = self.segs[row]
-        out = np.empty(int(segment["n"]), np.uint32)
-        K.library().aps_random_array(out.ctypes.data, out.size, seed, int(segment["uid"]), int(segment["first"]))
-        return out
+        return self.formats[row].random_bits(int(segment["n"]), seed, int(segment["uid"]), int(segment["first"]))
 
     def encoded(self, row: int, values: np.ndarray, exponent: int, seed: int | None) -> np.ndarray:
         fmt = self.formats[row]
