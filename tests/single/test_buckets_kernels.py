@@ -215,7 +215,7 @@ def test_kernels_give_the_bits_of_numpy(case: int, seed: int | None, variant: st
         same(left[row], wanted)
 
 
-@pytest.mark.parametrize("fmt", FORMATS[:2] + FORMATS[2:3] + [OneBit(), OneBit("tensor")], ids=str)
+@pytest.mark.parametrize("fmt", FORMATS[:2] + FORMATS[2:3] + [OneBit(64), OneBit("tensor")], ids=str)
 def test_large_segments_are_the_same_on_any_number_of_threads(fmt: BucketFormat) -> None:
     """Long enough for threads, and for stores past the cache."""
     n = (1 << 21) + 999
