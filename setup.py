@@ -1,7 +1,8 @@
-"""Build the CPU kernel library; everything else about the package is in setup.cfg.
+"""Build the CPU kernel library and torch's pool of memory; everything else about the package is in setup.cfg.
 
 The library is plain C++ loaded by ctypes. AVX2 is chosen at run time, so no -march flag is needed and a wheel
-runs on every machine of its architecture. OpenMP is used where the compiler has it.
+runs on every machine of its architecture. OpenMP is used where the compiler has it. The pool (horovod_aps._torch) is
+built where torch is at hand, for that version of it, and can be done without.
 """
 
 import glob
@@ -9,6 +10,8 @@ import hashlib
 import os
 import sys
 import tempfile
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,31 @@ def checksum() -> str:
     paths = sorted(Path(path) for path in [*HEADERS, *glob.glob("cuda/*.cpp")])
     parts = [f"{path.name}\0{path.read_text()}" for path in paths]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+SOURCES = ("APS_SOURCES", f'"{checksum()}"')
+
+
+def torch_extension() -> list[Extension]:
+    """The pool of memory for torch's large tensors; none where torch is not installed, as in an isolated build."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None or sys.platform != "linux":
+        return []
+    folder = Path(spec.origin).parent
+    return [
+        Extension(
+            "horovod_aps._torch",
+            sources=["cuda/aps_torch.cpp"],
+            depends=HEADERS,
+            define_macros=[SOURCES, ("APS_TORCH", f'"{version("torch")}"')],
+            include_dirs=[str(folder / "include")],
+            library_dirs=[str(folder / "lib")],
+            libraries=["c10"],
+            language="c++",
+            extra_compile_args=["-std=c++20", "-O2"],
+            optional=True,
+        )
+    ]
 
 
 class BuildLibrary(build_ext):
@@ -60,7 +88,7 @@ setup(
             "horovod_aps._cpu",
             sources=["cuda/aps_cpu.cpp", "cuda/aps_simulate.cpp", "cuda/aps_activations.cpp"],
             depends=HEADERS,
-            define_macros=[("APS_SOURCES", f'"{checksum()}"')],
+            define_macros=[SOURCES],
             language="c++",
             extra_compile_args=[
                 "-std=c++17",
@@ -69,7 +97,8 @@ setup(
                 "-ffp-contract=off",
                 "-fno-math-errno",
             ],
-        )
+        ),
+        *torch_extension(),
     ],
     cmdclass={"build_ext": BuildLibrary},
 )

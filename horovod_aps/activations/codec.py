@@ -8,20 +8,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import mmap
-import threading
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from horovod_aps import kernels
+from horovod_aps.activations import memory
 
 DTYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 3}  # as in aps_scalar.h
 _ONE = {torch.float32: 0x3F800000, torch.float16: 0x3C00, torch.bfloat16: 0x3F80, torch.bool: 1}
-LARGE = 1 << 20  # bytes of a tensor whose memory is worth to be given back
-SLACK = 48 << 20  # bytes that the process may grow until unused memory is given back
-_PAGES = 1 << 16  # bytes from which pages of its own are worth it
 _REASONS = {-1: "an argument is out of range", -2: "there is no memory", -3: "the stream is malformed"}
 
 
@@ -93,20 +88,9 @@ def encode(flat: torch.Tensor, bound: float) -> torch.Tensor:
         "compress",
         lib.aps_act_encode(flat.data_ptr(), flat.numel(), DTYPES[flat.dtype], bound, torch.get_num_threads()),
     )
-    stream = _apart(size)
+    stream = memory.apart(size)
     _checked("compress", lib.aps_act_fetch(stream.data_ptr(), size))
     return stream
-
-
-def _apart(size: int) -> torch.Tensor:
-    """Bytes outside of malloc's heap, in pages of their own.
-
-    Streams stay while the tensors between them go. Among those, in the heap, each would split a hole that the next
-    large tensor then no longer fits into, and the heap would grow as if nothing were compressed.
-    """
-    if size < _PAGES:
-        return torch.empty(size, dtype=torch.uint8)
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
 
 
 def decode(stream: torch.Tensor, n: int, dtype: torch.dtype) -> torch.Tensor:
@@ -162,51 +146,6 @@ def decompress(compressed: Compressed) -> torch.Tensor:
     return decode(stream.contiguous(), n, compressed.dtype).view(compressed.shape)
 
 
-# ---- memory
-
-
-class _Trimmer:
-    """Gives memory that malloc holds but nobody uses back to the system, once there is much of it.
-
-    Large tensors come from malloc's heap, and what is small and stays splits the holes that they leave, so the
-    resident size would grow with every layer as if all of them stayed. glibc only; elsewhere it does nothing.
-    """
-
-    def __init__(self) -> None:
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        self._pages = Path("/proc/self/statm") if Path("/proc/self/statm").exists() else None
-        self._low = 0
-        self._lock = threading.Lock()
-
-    def _resident(self) -> int:
-        assert self._pages is not None
-        return int(self._pages.read_text().split()[1]) * mmap.PAGESIZE
-
-    def __call__(self) -> None:
-        if self._trim is None or self._pages is None or not self._lock.acquire(blocking=False):
-            return
-        try:
-            now = self._resident()
-            if now > self._low + SLACK:
-                self._trim(0)
-                now = self._resident()
-                self._low = now
-            else:
-                self._low = min(self._low, now)
-        finally:
-            self._lock.release()
-
-
-@functools.lru_cache(maxsize=1)
-def _trimmer() -> _Trimmer:
-    return _Trimmer()
-
-
-def trim() -> None:
-    """Give unused memory back if the process has grown by SLACK since the last time."""
-    _trimmer()()
-
-
 # ---- one bit per value
 
 
@@ -226,7 +165,7 @@ def pack_mask(flat: torch.Tensor, positive: bool) -> torch.Tensor:
         weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=flat.device)
         padded = torch.nn.functional.pad(marks.to(torch.uint8), (0, -flat.numel() % 8))
         return (padded.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
-    bits = _apart(-(-flat.numel() // 8))
+    bits = memory.apart(-(-flat.numel() // 8))
     code = -1 if flat.dtype in (torch.bool, torch.uint8) else DTYPES[flat.dtype]
     _checked(
         "pack_mask",
@@ -266,7 +205,7 @@ def pack_pool(indices: torch.Tensor, shape: torch.Size) -> tuple[torch.Tensor, P
     lib = library()
     if lib.aps_act_pool_plan(indices.data_ptr(), ctypes.byref(pool)) != 1:
         return None
-    bits = _apart(_checked("pack_pool", lib.aps_act_pool_size(ctypes.byref(pool))))
+    bits = memory.apart(_checked("pack_pool", lib.aps_act_pool_size(ctypes.byref(pool))))
     _checked("pack_pool", lib.aps_act_pool_encode(indices.data_ptr(), ctypes.byref(pool), bits.data_ptr()))
     return bits, pool
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from horovod_aps.activations import codec
+from horovod_aps.activations import codec, memory
 
 CHANGED = (  # autograd's own words; it leaves this check to whoever has hooks
     "ActivationCompressor: one of the variables needed for gradient computation has been modified by an inplace "
@@ -187,7 +187,7 @@ class Handle:
         if flat is None:
             return torch.empty_strided(self.shape, self.stride, dtype=self.entry.dtype)
         if self.entry.trims:
-            codec.trim()
+            memory.trim()
         out = flat.as_strided(self.shape, _strides(self.shape, self.stride), flat.storage_offset())
         self.add_time(time.perf_counter() - start)
         return out

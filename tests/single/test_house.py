@@ -50,7 +50,7 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 import horovod_aps
 for module in pkgutil.walk_packages(horovod_aps.__path__, "horovod_aps."):
-    if module.name.split(".")[1] not in (*SKIPPED, "_cpu") and module.name.split(".")[-1] not in SKIPPED:
+    if module.name.split(".")[1] not in (*SKIPPED, "_cpu", "_torch") and module.name.split(".")[-1] not in SKIPPED:
         importlib.import_module(module.name)
 from horovod_aps import FloatFormat, perfmodel
 from horovod_aps.tools import cli
