@@ -140,7 +140,8 @@ def _read(path: Path) -> str:
 @pytest.mark.parametrize("kind", ["mpirun", "gloo"])
 def test_two_levels(kind, framework, tmp_path):
     """Four ranks on one machine, told by the tests that they are two hosts."""
-    launch(kind, 4, (f"test_{framework}_two_level.py",), tmp_path)
+    on_gpus = ["test_torch_two_level_gpu.py"] if framework == "torch" else []
+    launch(kind, 4, [*on_gpus, f"test_{framework}_two_level.py"], tmp_path)
 
 
 @pytest.mark.parametrize("kind, n_ranks", [("mpirun", 2), ("mpirun", 3), ("gloo", 2)])
@@ -217,6 +218,11 @@ def test_torch_collectives(kind, n_ranks, tmp_path):
 
 def test_tensorflow_gpu(tmp_path):
     launch("mpirun", 2, ["test_tensorflow_gpu.py"], tmp_path)
+
+
+@pytest.mark.slow
+def test_tensorflow_gpu_in_two_levels(tmp_path):
+    launch("mpirun", 4, ["test_tensorflow_gpu.py"], tmp_path, keyword="two_levels")
 
 
 @pytest.mark.parametrize("kind, n_ranks", [("mpirun", 3), pytest.param("gloo", 2, marks=pytest.mark.slow)])

@@ -166,7 +166,8 @@ class Exchange:
         hosts, from_device = self.transport.hosts, getattr(self.transport, "way", "")
         between = ""
         if hosts is not None:
-            between = f"flat ({hosts.why_flat})" if hosts.room is None else f"two-level ({hosts})"
+            level = "two-level by messages" if hosts.room is None else "two-level"
+            between = f"flat ({hosts.why_flat})" if hosts.why_flat else f"{level} ({hosts})"
         return ", ".join(filter(None, (between, from_device)))
 
     def close(self) -> None:
@@ -576,7 +577,7 @@ class Exchange:
         """Raise ValueError, on all ranks, if two levels are wanted and cannot be."""
         assert self.transport is not None
         hosts = self.transport.hosts
-        if self.options.hierarchy == "two-level" and (hosts is None or hosts.room is None):
+        if self.options.hierarchy == "two-level" and (hosts is None or hosts.why_flat):
             why = "the ranks' hosts are not known" if hosts is None else hosts.why_flat
             raise ValueError(f'APSCompressor: hierarchy="two-level" cannot be: {why}')
 
@@ -659,19 +660,21 @@ class Exchange:
         index = len(flight.works)
         bucket, layers = flight.plan.buckets[index], flight.layers_of(index)
         phase = timeline.phases(self.step_number, index, len(layers))
-        lease, needs_exponents = Lease(self._pool), flight.plan.reductions[index].needs_exponents
+        lease, reduction = Lease(self._pool), flight.plan.reductions[index]
         self.kernels.begin()
         work = Work(
             self.kernels, self.transport, self.options, bucket, layers, lease, phase, self.step_number, self._residuals
         )
-        if needs_exponents and self.options.error_feedback:
+        if reduction.needs_exponents and self.options.error_feedback:
             work.owned += self._residuals.fold(layers, work.table, bucket.layer_of_segment)
         if self._chooser is not None:
             shown, shapes = [layer.shown for layer in layers], [tuple(layer.shape) for layer in layers]
             self._chooser.observe(self.kernels, shown, work.table, bucket.layer_of_segment, shapes)
-        if needs_exponents:
+        if reduction.needs_exponents:
             phase("APS_SCAN")
             work.scanned = self.kernels.scan(work.table, stochastic=bucket.is_stochastic)
+        else:
+            work.scanned = reduction.prepare(work)
         flight.works.append(work)
 
     def _send_headers(self, flight: Flight) -> bool:

@@ -48,10 +48,19 @@ def process_set_of(basics: Any, process_set_id: int) -> Any:
 
 
 def link(
-    name: str, members: Sequence[int], rank: int, n_able: int, addresses: np.ndarray, why_flat: str = ""
+    name: str,
+    members: Sequence[int],
+    rank: int,
+    n_able: int,
+    addresses: np.ndarray,
+    why_flat: str = "",
+    by_messages: bool = False,
 ) -> Transport:
-    """Join the ranks of a process set, which then find out who shares a host, unless `why_flat` says why not to."""
-    return HostedTransport(_link(name, members, rank, n_able, addresses), why_flat)
+    """Join the ranks of a process set, which then find out who shares a host.
+
+    With `by_messages` they share no memory there; `why_flat` is why who shares a host is not to matter, if so.
+    """
+    return HostedTransport(_link(name, members, rank, n_able, addresses), why_flat, by_messages=by_messages)
 
 
 def _link(name: str, members: Sequence[int], rank: int, n_able: int, addresses: np.ndarray) -> Transport:

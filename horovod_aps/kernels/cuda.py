@@ -405,8 +405,19 @@ class CudaKernels(Kernels):
     def encode(self, segs: Table, message: Message, seed: int | None = None) -> None:
         """Write the codes of every element into the message; see Kernels.encode."""
         self._leave_front()
-        address, length = _device_address("encode", message)
-        self._check("encode", segs, True, length)
+        self._encode("encode", segs, message, seed)
+
+    def copy(self, segs: Table, message: Message) -> Request:
+        """Write values as float32 into the message; see Kernels.copy."""
+        self._encode("copy", segs, message, None)
+        with self.at_work():
+            event = self._mark(self._active)
+        self._leave_front()
+        return _Later(event, lambda: None)
+
+    def _encode(self, function: str, segs: Table, message: Message, seed: int | None) -> None:
+        address, length = _device_address(function, message)
+        self._check(function, segs, True, length)
         stochastic, bits = seed_argument(seed)
         common = encodes_in_float(segs, segs["exponent"], bool(stochastic)) & (segs["dtype"] != FLOAT64)
         with self.at_work():

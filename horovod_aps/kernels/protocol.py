@@ -90,6 +90,14 @@ class Kernels(Protocol):
         """
         ...
 
+    def copy(self, segs: Table, message: Message) -> Request:
+        """Write values as float32, which is the segments' format, into a message.
+
+        In place of a scan: after `begin`, and whatever else is done with the data or the message comes after the
+        request.
+        """
+        ...
+
     def reduce(
         self,
         segs: Table,

@@ -206,7 +206,15 @@ def _reducer(call: Call, process_set: Any, ticket: np.ndarray, gpu: str | None) 
         return found
     _retire_place(compressor, key)
     kernels = devices.kernels() if gpu else CpuKernels()
-    return compressor._keep(key, Exchange(kernels, shared.channel(key.place), compressor._options))
+    channel = shared.channel(_shared_place(compressor, key, call.stem) if gpu else key.place)
+    return compressor._keep(key, Exchange(kernels, channel, compressor._options))
+
+
+def _shared_place(compressor: PackedCompressor, key: ReducerKey, stem: str) -> str:
+    """What all ranks call a call site's GPU: they may have different ones, GPU:0 and GPU:1, and several each."""
+    places = [one.place for one in compressor._reducers if one.process_set_id == key.process_set_id]
+    n_others = sum(place.startswith(f"{stem} /") and place != key.place for place in places)
+    return f"{stem} gpu {n_others}"
 
 
 def _retire_place(compressor: PackedCompressor, key: ReducerKey) -> None:

@@ -206,7 +206,7 @@ def check_gpu() -> Iterator[Finding]:
             yield Finding(RED, "gpu", f"kernels do not give the CPU's bits: {'; '.join(wrong)}", REPORT)
         else:
             yield Finding(GREEN, "gpu", f"{devices} GPU(s), CuPy {cupy}, kernels compiled and as on the CPU")
-        yield Finding(GREEN, "gpu", f"packed bytes leave it {way_out()}")
+        yield Finding(GREEN, "gpu", f"packed bytes leave it {way_out()}, and so does float32 inside a host")
 
 
 def way_out() -> str:

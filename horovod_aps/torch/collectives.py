@@ -248,12 +248,13 @@ def _layers(
 class _Room:
     """The ranks of a process set with tensors on one device: one conversation, so that whatever differs is seen."""
 
-    def __init__(self, process_set: Any, device: torch.device) -> None:
-        self._id, self._members, self._device = process_set.process_set_id, tuple(process_set.ranks), device
+    def __init__(self, process_set: Any, device: torch.device, label: str) -> None:
+        """`label` is what all ranks call the device."""
+        self._id, self._members = process_set.process_set_id, tuple(process_set.ranks)
         options = _options("allgather", "float32", "nearest", 0)
         self.exchange = Exchange(for_torch.kernels_for(device), None, options, partial(for_torch.on, device))
         self.exchange.any_thread = device.type == "cpu"
-        self._name = f"horovod_aps.collectives.{self._id}.{device.type}"
+        self._name = f"horovod_aps.collectives.{self._id}.{label}"
         self._tickets: deque[Ticket] = deque()
         self._number = 0
         self._lock = threading.Lock()
@@ -312,8 +313,8 @@ class _Room:
         if not ticket.all_there():
             return False
         if self.exchange.transport is None:
-            name = f"{self._name} {self._members} {self._device}"
-            self.exchange.connect(ticket.link(name, self._members, "activations have one level"))
+            name = f"{self._name} {self._members}"
+            self.exchange.connect(ticket.link(name, self._members, "activations have one level", False))
         return True
 
 
@@ -334,7 +335,9 @@ def _room(process_set: Any, device: torch.device) -> _Room:
             room.exchange.close()
         _rooms.clear()
         _world = mpi_ops._handle_map
-    key = process_set.process_set_id, tuple(process_set.ranks), str(device)
+    ranks = process_set.process_set_id, tuple(process_set.ranks)
+    key = (*ranks, device)
     if key not in _rooms:
-        _rooms[key] = _Room(process_set, device)
+        n_others = sum(other[:2] == ranks and other[2].type == device.type for other in _rooms)
+        _rooms[key] = _Room(process_set, device, f"{device.type}{n_others or ''}")
     return _rooms[key]

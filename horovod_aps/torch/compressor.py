@@ -77,6 +77,7 @@ class PackedCompressor(BaseCompressor, Compressor):
         self._world: Any = None
         self._n_unnamed_groups = 0
         self._met: set[Any] = set()  # where ranks have been waited for once in this world
+        self._devices: list[torch.device] = []  # in the order in which this world has seen them
         seam.register()
 
     # ---- Horovod's interface ------------------------------------------------------------------------------
@@ -221,13 +222,13 @@ class PackedCompressor(BaseCompressor, Compressor):
         world = mpi_ops._handle_map  # hvd.init() makes a new one
         batch = _Batch(process_set_id, tuple(process_set.ranks), device, world, reducer)
         if group or not isinstance(reducer, Exchange):
-            label = f"{self._name}.ticket.{process_set_id}.{device.type}{group or '.1'}"
+            label = f"{self._name}.ticket.{process_set_id}.{self._device_label(device)}{group or '.1'}"
             packed = self._options.transport == "packed"
             batch.ticket = _open_ticket(label, device, process_set_id, batch.members, packed)
         else:
             assert isinstance(reducer.tickets, TicketOffice)
             batch.ticket = reducer.tickets.open()
-        place = (process_set_id, batch.members, device.type, group)
+        place = (process_set_id, batch.members, device, group)
         if batch.size > 1 and place not in self._met and len(self._met) < MAX_MET:
             self._met.add(place)
             batch.suspicion = Suspicion(batch.ticket, process_set_id, n_grouped)
@@ -240,18 +241,26 @@ class PackedCompressor(BaseCompressor, Compressor):
                 reducer.gate.add(partial(self._meet, reducer, batch))
         return batch
 
+    def _device_label(self, device: torch.device) -> str:
+        """What all ranks call a device: they have different ones, cuda:0 and cuda:1, and may have several each."""
+        if device not in self._devices:
+            self._devices.append(device)
+        number = [one for one in self._devices if one.type == device.type].index(device)
+        return f"{device.type}{number or ''}"
+
     def _meet(self, exchange: Exchange, batch: _Batch) -> bool:
         """Whether all ranks are known to be there; connects them if they are not."""
         if not batch.ticket.all_there():
             return False
         if exchange.transport is None:
-            name = f"{self._name} {batch.process_set_id} {batch.members} {batch.device}"
+            device = self._device_label(batch.device)
+            name = f"{self._name} {batch.process_set_id} {batch.members} {device}"
             is_collective = batch.ticket.word(COLLECTIVE) == batch.size
-            on_gpu = "gradients are on a GPU" if batch.device.type == "cuda" or is_collective else ""
-            transport = batch.ticket.link(name, batch.members, self._options.why_flat or on_gpu)
+            by_messages = is_collective or batch.device.type == "cuda"
+            transport = batch.ticket.link(name, batch.members, self._options.why_flat, by_messages)
             if is_collective:
                 those = operations.HorovodOperations(exchange.kernels, batch.device, batch.process_set_id)
-                stem = f"{self._name}.bytes.{batch.process_set_id}.{batch.device.type}"
+                stem = f"{self._name}.bytes.{batch.process_set_id}.{device}"
                 transport = CollectiveTransport(transport, those, stem, partial(_may_begin, exchange))
             exchange.connect(transport)
         return True
@@ -262,6 +271,7 @@ class PackedCompressor(BaseCompressor, Compressor):
             self._world = mpi_ops._handle_map
             self._retire_all()
             self._met.clear()
+            self._devices.clear()
         packed = self._options.transport == "packed"
         key = ReducerKey(process_set.process_set_id, str(device) if packed else "host", tuple(process_set.ranks))
         found = self._reducers.get(key)
@@ -275,7 +285,7 @@ class PackedCompressor(BaseCompressor, Compressor):
         new = Exchange(for_torch.kernels_for(device), None, self._options, partial(on, device), overlap=True)
         new.any_thread = device.type == "cpu"
         new.tickets = TicketOffice(
-            f"{self._name}.ticket.{key.process_set_id}.{device.type}",
+            f"{self._name}.ticket.{key.process_set_id}.{self._device_label(device)}",
             partial(_open_ticket, device=device, process_set_id=key.process_set_id, members=key.members),
         )
         return new

@@ -94,9 +94,9 @@ class Ticket:
         """Whether all ranks have answered and none is in `hvd.join()`; never blocks."""
         return self.is_over() and self.word(PRESENT) == self._size
 
-    def link(self, name: str, members: Sequence[int], why_flat: str) -> Transport:
+    def link(self, name: str, members: Sequence[int], why_flat: str, by_messages: bool) -> Transport:
         """What joins the ranks that have answered; see `world.link`."""
-        return link(name, members, self._rank, self.word(SPEAKS_MPI), self.addresses, why_flat)
+        return link(name, members, self._rank, self.word(SPEAKS_MPI), self.addresses, why_flat, by_messages)
 
     def announce(self, question: int) -> None:
         """Tell the others of a question (`suspicion`): Horovod reads the words when the last rank has come."""

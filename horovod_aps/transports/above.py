@@ -24,7 +24,7 @@ class Above:
     def hosts(self) -> Hosts | None:
         """As below, without the memory that a host's ranks share, which is not a GPU's."""
         hosts = self.below.hosts
-        return hosts and replace(hosts, room=None, why_flat=hosts.why_flat or "gradients are on GPUs")
+        return hosts and replace(hosts, room=None)
 
     def ready(self) -> bool:
         return self.below.ready()

@@ -1,7 +1,9 @@
 """Messages by a framework's collective operations, for those that keep bytes on a GPU: Horovod's, built for NCCL.
 
 A transfer is one operation on all ranks, known by its name: an all-gather if this rank sends the same array to all
-others, else an all-to-all. Control messages, and whatever the operations do not take, go over a transport below.
+others, else an all-to-all, with nothing for ranks that it is not with. All ranks must make one with as many others at
+that place of their program, if only with other ranks. Control messages, and whatever the operations do not take, go
+over a transport below.
 
 Horovod calls a user's unnamed operation by a number that counts all operations of the process. So ours begin only while
 the program waits for results: before and after that all ranks have begun the same number of them. A rank that waits for
@@ -85,8 +87,11 @@ class CollectiveTransport(Above):
         arrays = [*outgoing.values(), *incoming.values()]
         if not all(self._operations.takes(array) for array in arrays):
             return self.below.transfer(outgoing, incoming, tag)
-        if not outgoing.keys() == incoming.keys() == self._others:
-            raise ValueError(f"CollectiveTransport: a transfer must be with all other ranks, got {sorted(outgoing)}")
+        if outgoing.keys() != incoming.keys() or not outgoing or not outgoing.keys() <= self._others:
+            raise ValueError(
+                f"CollectiveTransport: a transfer must be both ways, with other ranks, got {sorted(outgoing)} and "
+                f"{sorted(incoming)}"
+            )
         for way, messages in (("sent", outgoing), ("received", incoming)):
             if (n_bytes := sum(len(array) for array in messages.values())) > MAX_BYTES:
                 raise ValueError(
@@ -114,7 +119,7 @@ class CollectiveTransport(Above):
 
     def _is_gather(self, outgoing: Mapping[int, Any]) -> bool:
         """Whether one and the same array goes to all: the program says so, in the same way on all ranks."""
-        return len({id(array) for array in outgoing.values()}) == 1
+        return outgoing.keys() == self._others and len({id(array) for array in outgoing.values()}) == 1
 
     def _begin(self, move: _Transfer) -> Operation:
         if self._is_gather(move.outgoing):
@@ -129,7 +134,7 @@ class CollectiveTransport(Above):
         for rank in range(self.size):
             if rank == self.rank:
                 start += own
-            else:
+            elif rank in move.incoming:
                 places.append((start, move.incoming[rank]))
                 start += len(move.incoming[rank])
         move.operation.put(places)

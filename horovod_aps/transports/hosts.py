@@ -7,7 +7,7 @@ All ranks say three things, in messages before any other:
     3  whether they could open it
 
 Every rank hears all of it, so all come to the same conclusion. After the first there is nothing more to say if two
-levels make no sense.
+levels make no sense, or if ranks of a host would rather send each other messages, as those with GPUs.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from horovod_aps.transports.base import Bytes, Request, Transport
 from horovod_aps.transports.memory import HostMemory, Room
 
 POLL_SECONDS = 50e-6
+MEMORY, MESSAGES = "memory", "messages"  # by which ranks of a host add up
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -43,14 +44,17 @@ def own_host() -> str:
 
 @dataclass(frozen=True)
 class Hosts:
-    """How the ranks of a process set are spread over hosts; `room` is there if all hosts have shared memory."""
+    """How the ranks of a process set are spread over hosts.
+
+    They reduce in two levels unless `why_flat` says why not: in memory that they share if there is a `room`, else by
+    messages.
+    """
 
     ranks: tuple[tuple[int, ...], ...]
     """Of every host, by their place on it; hosts are in the order of their first ranks."""
     rank: int
     room: Room | None = None
     why_flat: str = ""
-    """Why there is no room."""
 
     @property
     def n_hosts(self) -> int:
@@ -112,9 +116,14 @@ def _read(rank: int, message: bytes) -> str:
 class HostedTransport:
     """A transport whose ranks know their hosts when it is ready."""
 
-    def __init__(self, transport: Transport, why_flat: str = "", host: str | None = None) -> None:
-        """`why_flat` is why this rank wants no shared memory, if so; then there is none."""
-        self._transport, self._why_flat = transport, why_flat
+    def __init__(
+        self, transport: Transport, why_flat: str = "", host: str | None = None, by_messages: bool = False
+    ) -> None:
+        """`why_flat` is why this rank wants no two levels, if so; `by_messages`: it wants them without shared memory.
+
+        What one rank wants, all do.
+        """
+        self._transport, self._why_flat, self._by_messages = transport, why_flat, by_messages
         self.rank, self.size, self.memory = transport.rank, transport.size, transport.memory
         self.hosts: Hosts | None = None
         self._host = own_host() if host is None else host
@@ -129,7 +138,7 @@ class HostedTransport:
         if not self._transport.ready():
             return False
         if not self._heard[self.rank] and self._n_rounds == 0:
-            self._say(f"{self._host} {self._why_flat}")
+            self._say(f"{self._host} {MESSAGES if self._by_messages else MEMORY} {self._why_flat}")
         for rank, message in self._transport.heard():
             self._heard[rank].append(message)
         if gone := {rank for rank in self._transport.gone() if not self._heard[rank]}:
@@ -146,12 +155,11 @@ class HostedTransport:
 
     def _conclude(self, said: list[str]) -> None:
         if self._n_rounds == 1:
-            self._ranks = group([text.partition(" ")[0] for text in said])
-            wishes = [why for text in said if (why := text.partition(" ")[2])]
-            if wishes:
-                self._end(wishes[0])
-            elif why := why_not(self._ranks):
-                self._end(why)
+            hosts, means, wishes = zip(*(f"{text}  ".split(" ", 2) for text in said))
+            self._ranks = group(hosts)
+            why_flat = next((why.strip() for why in wishes if why.strip()), "") or why_not(self._ranks)
+            if why_flat or MESSAGES in means:
+                self._end(why_flat)
             else:
                 self._say(self._make())
         elif self._n_rounds == 2:
@@ -185,8 +193,7 @@ class HostedTransport:
 
     def _end(self, why_flat: str) -> None:
         room = None
-        if not why_flat:
-            assert self._memory is not None
+        if not why_flat and self._memory is not None:
             mine = self._mine()
             room = Room(self._memory, mine.index(self.rank), len(mine))
         self.hosts = Hosts(self._ranks, self.rank, room, why_flat)

@@ -20,7 +20,7 @@ from reference import Format
 
 from horovod_aps.kernels.cuda import CudaKernels
 from horovod_aps.kernels.memory import DeviceArray
-from horovod_aps.tensorflow import APSCompressor, devices
+from horovod_aps.tensorflow import APSCompressor, devices, engine
 
 hvd.init()
 tf.config.threading.set_inter_op_parallelism_threads(1)
@@ -97,6 +97,30 @@ def test_residuals_of_gradients_on_gpu_stay_there(graph):
     assert len(wanted) == 4
     for name, values in there.state_dict()["residuals"].items():
         np.testing.assert_array_equal(values, wanted[name])
+
+
+@MODES
+def test_ranks_have_different_gpus(graph, monkeypatch):
+    """GPU:0 on one rank is GPU:1 on another, if the program does not hide all but one."""
+    reducer = engine._reducer
+    monkeypatch.setattr(
+        engine, "_reducer", lambda call, ps, ticket, gpu: reducer(call, ps, ticket, gpu and f"{gpu}{hvd.rank()}")
+    )
+    grads = make_gradients((9,), hvd.size())
+    check(reduce(grads, APSCompressor(4, 3), graph), expected(grads, Format(4, 3), factor=AVERAGE))
+
+
+@pytest.mark.skipif(hvd.size() != 4, reason="two hosts with two ranks each")
+@MODES
+def test_two_levels(graph, monkeypatch):
+    """Oracle: the same steps on the host, in shared memory."""
+    monkeypatch.setenv("HOROVOD_APS_HOST", "aabb"[hvd.rank()])
+    here, there = APSCompressor(3, 0, error_feedback=True), APSCompressor(3, 0, error_feedback=True)
+    for step in range(3):
+        grads = make_gradients((100, 7, 0, 33), hvd.size(), seed=step)
+        check(reduce(grads, there, graph), reduce(grads, here, False, HOST))
+    assert here.stats()["hierarchy"] == "two-level (2 hosts with 2 ranks)"
+    assert there.stats()["hierarchy"] == "two-level by messages (2 hosts with 2 ranks), through pinned host memory"
 
 
 def test_the_exchange_of_a_graph_takes_no_int32():

@@ -13,6 +13,7 @@ from horovod_aps.engine.reductions.base import Reduction
 from horovod_aps.engine.reductions.scatter_gather import ScatterGather
 from horovod_aps.engine.reductions.swap import Swap
 from horovod_aps.engine.reductions.two_level import in_two_levels
+from horovod_aps.engine.reductions.two_level_messages import in_two_levels_by_messages
 from horovod_aps.transports.base import Transport
 
 ChooseReduction = Callable[[BucketLayout, int, int], Reduction]
@@ -29,8 +30,9 @@ def plan_reductions(
 ) -> tuple[list[BucketLayout], list[Reduction]]:
     """The buckets of a batch and how each is reduced: in two levels where ranks share hosts, else as `choose` says."""
     hosts = transport.hosts
-    if choose is None and hosts is not None and hosts.room is not None:
-        return in_two_levels(specs, bucket_mb, hosts)
+    if choose is None and hosts is not None and not hosts.why_flat:
+        plan = in_two_levels_by_messages if hosts.room is None else in_two_levels
+        return plan(specs, bucket_mb, hosts)
     buckets = plan_buckets(specs, transport.size, bucket_mb)
     choose = choose or reduction_for
     return buckets, [choose(bucket, transport.rank, transport.size) for bucket in buckets]

@@ -50,6 +50,10 @@ class Reduction(Protocol):
     def bytes_sent(self) -> float:
         """Bytes that this rank sends in one run, without headers."""
 
+    def prepare(self, work: Work) -> Request:
+        """Without `needs_exponents`: what can be done with the gradients before the others have the bucket as well."""
+        return DONE
+
     def run(self, work: Work) -> Steps:
         """Reduce the bucket; on return every target holds its result."""
 
@@ -72,7 +76,9 @@ class Work:
     owned: list[Any] = field(default_factory=list)
     """Memory that the tables point into."""
     scanned: Request = DONE
-    """When it is done, the table holds this rank's exponents."""
+    """When it is done, the table holds this rank's exponents, or the reduction has prepared."""
+    staged: Any = None
+    """What the reduction has prepared."""
     tag: int = 0
     specs: list[LayerSpec] = field(default_factory=list)
     layer_exponents: np.ndarray = field(init=False)
@@ -83,6 +89,8 @@ class Work:
     """The layer of each row of `measured`."""
     histograms: np.ndarray | None = None
     """Of the values' exponents by layer, if asked to."""
+    any_stats: bool = False
+    """Whether any rank is asked to, where ranks measure for each other."""
 
     def __post_init__(self) -> None:
         self.table = self.bucket.segments.copy()

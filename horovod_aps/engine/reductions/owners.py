@@ -11,10 +11,10 @@ from __future__ import annotations
 import numpy as np
 
 from horovod_aps.engine.layout import BucketLayout
-from horovod_aps.engine.reductions.base import Steps, Work
+from horovod_aps.engine.reductions.base import Reduction, Steps, Work
 
 
-class Owners:
+class Owners(Reduction):
     """A bucket as one message per owner."""
 
     needs_exponents = True
