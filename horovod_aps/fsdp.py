@@ -1,7 +1,7 @@
 """FSDP2: `module.set_custom_reduce_scatter(APSReduceScatter(e=4, m=3))`, gradients to their shards as packed bytes.
 
 FSDP hands over the gradients of a module as one flat tensor, cut into one chunk per rank, without names or shapes. So
-the scale is that of a block of each chunk. One rounding, sums in float32, no Horovod.
+the scale is that of a block of each chunk, or what a format has within one. One rounding, sums in float32, no Horovod.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from horovod_aps.engine.layer import Layer
 from horovod_aps.engine.layout import BucketLayout
 from horovod_aps.engine.reductions import Reduction
 from horovod_aps.engine.reductions.owners import Owners
-from horovod_aps.frontends.compressor import ByBits
+from horovod_aps.formats import Format, parse
+from horovod_aps.frontends.compressor import BaseCompressor, ByBits
 from horovod_aps.frontends.group import join
 from horovod_aps.frontends.reducer import ReducerKey
 from horovod_aps.frontends.tensors import DTYPE_CODES
@@ -28,35 +29,45 @@ from horovod_aps.kernels import for_torch
 BLOCK = 1 << 15
 
 
-class APSReduceScatter(ByBits):
+class PackedReduceScatter(BaseCompressor):
     """Reduce-scatter for `FSDPModule.set_custom_reduce_scatter`; one may serve all modules of a model.
 
     A block in which any rank has NaN or Inf becomes NaN as a whole. It returns when the shard is there: nothing of it
     overlaps with backward.
     """
 
-    def __init__(self, e: int, m: int, *, block: int = BLOCK, **options: Any) -> None:
-        """Options are those of `horovod_aps.torch.APSCompressor` that need no names.
+    _who = "PackedReduceScatter"
+
+    def __init__(self, format: Format | str, *, block: int = BLOCK, **options: Any) -> None:
+        """Options are those of `horovod_aps.torch.PackedCompressor` that need no names.
 
         Args:
-            e: exponent bits, 1..8.
-            m: mantissa bits, 0..23. 1+e+m bits per element are sent.
-            block: elements of a chunk that share a scale. Fewer follow the gradients' size more closely, and each
-                costs a word to every rank and some time.
+            format: one of `horovod_aps.formats`, or its text, such as "mx-e4m3"; not OneBit, which needs error
+                feedback. MX, QSGD and those of `tables` have scales of their own within a block.
+            block: elements of a chunk that share a scale, for formats with one scale per layer. Fewer follow the
+                gradients' size more closely, and each costs a word to every rank and some time.
             options: without error_feedback, overrides, transport and hierarchy.
         """
+        self._check(block, options)
+        if not isinstance(format, Format):
+            format = parse(format)
+        if format.needs_error_feedback:
+            raise ValueError(
+                f"{self._who}: format must do without error feedback, for which FSDP tells no names, got {format}"
+            )
+        super().__init__(format, **options)
+        self._block = block
+
+    def _check(self, block: int, options: dict[str, Any]) -> None:
+        who = type(self).__name__
         for name in ("error_feedback", "overrides"):
             if options.get(name):
-                raise ValueError(
-                    f"APSReduceScatter: {name} needs names, which FSDP does not tell, got {options[name]!r}"
-                )
+                raise ValueError(f"{who}: {name} needs names, which FSDP does not tell, got {options[name]!r}")
         for name, only in (("transport", "packed"), ("hierarchy", "flat")):
             if options.setdefault(name, only) != only:
-                raise ValueError(f"APSReduceScatter: {name} must be {only!r}, got {options[name]!r}")
+                raise ValueError(f"{who}: {name} must be {only!r}, got {options[name]!r}")
         if isinstance(block, bool) or not isinstance(block, int) or block < 1:
-            raise ValueError(f"APSReduceScatter: block must be a positive int, got {block!r}")
-        super().__init__(e, m, **options)
-        self._block = block
+            raise ValueError(f"{who}: block must be a positive int, got {block!r}")
 
     def _start(self) -> None:
         super()._start()
@@ -88,10 +99,10 @@ class APSReduceScatter(ByBits):
         size = dist.get_world_size(group)
         if input_tensor.numel() != size * output_tensor.numel():
             raise ValueError(
-                f"APSReduceScatter: the input must have {size} chunks of {output_tensor.numel()} elements, "
+                f"{type(self).__name__}: the input must have {size} chunks of {output_tensor.numel()} elements, "
                 f"got {input_tensor.numel()}"
             )
-        factor = _factor(op, size)
+        factor = _factor(type(self).__name__, op, size)
         if size == 1:
             torch.mul(input_tensor, factor, out=output_tensor)
         else:
@@ -136,7 +147,28 @@ class APSReduceScatter(ByBits):
         return found
 
 
-def _factor(op: Any, size: int) -> float:
+class APSReduceScatter(ByBits, PackedReduceScatter):
+    """`PackedReduceScatter(FloatFormat(e, m))`: `module.set_custom_reduce_scatter(APSReduceScatter(e=4, m=3))`.
+
+    All that is said of `PackedReduceScatter` holds.
+    """
+
+    def __init__(self, e: int, m: int, *, block: int = BLOCK, **options: Any) -> None:
+        """Options are those of `horovod_aps.torch.APSCompressor` that need no names.
+
+        Args:
+            e: exponent bits, 1..8.
+            m: mantissa bits, 0..23. 1+e+m bits per element are sent.
+            block: elements of a chunk that share a scale. Fewer follow the gradients' size more closely, and each
+                costs a word to every rank and some time.
+            options: without error_feedback, overrides, transport and hierarchy.
+        """
+        self._check(block, options)
+        ByBits.__init__(self, e, m, **options)
+        self._block = block
+
+
+def _factor(who: str, op: Any, size: int) -> float:
     """What the sum is multiplied by."""
     kind, factor = op.__getstate__() if type(op) is dist.ReduceOp else (op, None)  # type: ignore[attr-defined]
     if kind == dist.ReduceOp.AVG:
@@ -145,7 +177,7 @@ def _factor(op: Any, size: int) -> float:
         return 1.0
     if kind == dist.ReduceOp.PREMUL_SUM and isinstance(factor, float):
         return factor
-    raise ValueError(f"APSReduceScatter: op must be SUM or AVG, got {op}")
+    raise ValueError(f"{who}: op must be SUM or AVG, got {op}")
 
 
 def _by_owners(bucket: BucketLayout, rank: int, size: int) -> Reduction:

@@ -106,13 +106,15 @@ def test_survivors_of_a_killed_rank_end_with_an_error(n_ranks, tmp_path):
         ("ddp_digits.py --max-steps 3 --synthetic --fp16-allreduce", r"step 3: test accuracy"),
         ("ddp_lightning.py", r"rank [01]: error \d\.\d+e-(0[3-9]|1\d), bytes 0\.25\d of"),
         ("ddp_accelerate.py", r"rank [01]: error \d\.\d+e-(0[3-9]|1\d), bytes 0\.25\d of"),
+        ("ddp_ray.py", r"rank [01]: error \d\.\d+e-(0[3-9]|1\d), bytes 0\.25\d of"),
     ],
 )
 def test_examples(script, wanted):
     name, *arguments = script.split()
     if name != "ddp_digits.py":
         pytest.importorskip(name.removeprefix("ddp_").removesuffix(".py").replace("lightning", "pytorch_lightning"))
-    code, output = run([*TORCHRUN, str(ROOT / "examples" / "pytorch" / name), *arguments], 120, {})
+    launcher = [sys.executable] if name == "ddp_ray.py" else TORCHRUN
+    code, output = run([*launcher, str(ROOT / "examples" / "pytorch" / name), *arguments], 120, {})
     assert code == 0, output[-5000:]
     assert re.search(wanted, output), output[-3000:]
 

@@ -516,7 +516,7 @@ for script in sys.argv[1:]:
 
 def test_help_needs_no_framework() -> None:
     """Their import takes seconds."""
-    without_options = {"ddp_accelerate", "ddp_lightning"}
+    without_options = {"ddp_accelerate", "ddp_lightning", "ddp_ray"}
     found = sorted(path for path in (ROOT / "examples").glob("*/*_*.py") if path.stem not in without_options)
     scripts = list(map(str, found))
     done = launch([sys.executable, "-c", HELP, *scripts], timeout=120)

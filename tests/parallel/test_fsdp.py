@@ -1,24 +1,33 @@
 """`module.set_custom_reduce_scatter(APSReduceScatter(...))` for FSDP2's `fully_shard`.
 
-Oracles: FSDP2 without it on the same model; the format itself, block by block, in NumPy (`reference`).
+Oracles: FSDP2 without it on the same model; the format itself, block by block, in NumPy (`reference`); for other
+formats all ranks emulated in one process.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 
 import numpy as np
 import pytest
 import reference
 import torch
 import torch.distributed as dist
+from all_formats import every_format
 from ddp_common import loss_of, make_model, start
-from exchange_oracle import assert_same_bits
+from exchange_oracle import assert_same_bits, reduce_all
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from horovod_aps.fsdp import APSReduceScatter
+from horovod_aps.engine.exchange import Exchange
+from horovod_aps.engine.reductions.owners import Owners
+from horovod_aps.formats import MX, Format
+from horovod_aps.fsdp import APSReduceScatter, PackedReduceScatter
+from horovod_aps.kernels import CpuKernels
+from horovod_aps.options import Options
+from horovod_aps.transports.local import LocalTransport
 
 start()
 RANK, SIZE = dist.get_rank(), dist.get_world_size()
@@ -90,6 +99,37 @@ def test_reduce_scatter_equals_the_simulation_block_by_block(n, op):
             assert_same_bits(output.numpy()[begin : begin + block], wanted, f"{n} {begin}")
 
 
+def formats_without_feedback() -> list[Format]:
+    return [fmt for fmt in every_format() if not fmt.needs_error_feedback]
+
+
+@pytest.mark.parametrize("fmt", formats_without_feedback(), ids=str)
+def test_every_format_equals_emulation(fmt):
+    n, block, factor = 1100, 500, 1 / SIZE
+    every = [np.random.default_rng([7, rank]).standard_normal(SIZE * n).astype(np.float32) for rank in range(SIZE)]
+    names = [(owner, start) for start in range(0, n, block) for owner in range(SIZE)]
+    parts = {(o, s): slice(o * n + s, o * n + min(s + block, n)) for o, s in names}
+    options = Options(format=fmt, seed=5, hierarchy="flat")
+    ranks = [Exchange(CpuKernels(), one, options, choose_reduction=Owners) for one in LocalTransport.world(SIZE)]
+    comm = PackedReduceScatter(str(fmt), block=block, seed=5)
+    for _ in range(2):  # stochastic rounding is another in the second
+        output = torch.empty(n)
+        comm(output, torch.from_numpy(every[RANK].copy()), dist.group.WORLD, dist.ReduceOp.AVG)
+        wanted = reduce_all([{f"{n}.{s}.{o}": one[parts[o, s]] for o, s in names} for one in every], ranks, factor)
+        for begin in range(0, n, block):
+            assert_same_bits(output.numpy()[begin : begin + block], wanted[RANK][f"{n}.{begin}.{RANK}"], f"{begin}")
+
+
+def test_mx_has_scales_within_a_block():
+    n, fmt = 1025, MX(4, 3)
+    every = [np.random.default_rng(rank).standard_normal(SIZE * n).astype(np.float32) for rank in range(SIZE)]
+    every[0][:1] *= 1e6
+    output = torch.empty(n)
+    PackedReduceScatter(fmt)(output, torch.from_numpy(every[RANK]), dist.group.WORLD, dist.ReduceOp.SUM)
+    rounded = [fmt.quantize(one[RANK * n : (RANK + 1) * n]) for one in every]
+    assert_same_bits(output.numpy(), functools.reduce(np.add, rounded))
+
+
 def test_nan_stays_in_its_block():
     comm = APSReduceScatter(4, 3, block=100)
     whole = torch.ones(SIZE * 300)
@@ -115,4 +155,7 @@ def test_errors_reach_all_ranks():
     for wrong in ({"error_feedback": True}, {"overrides": {"a": (4, 3)}}, {"block": 0}, {"hierarchy": "two-level"}):
         with pytest.raises(ValueError, match=f"APSReduceScatter: {next(iter(wrong))}"):
             APSReduceScatter(4, 3, **wrong)
-    assert copy.deepcopy(APSReduceScatter(4, 3, block=7))._block == 7
+    with pytest.raises(ValueError, match="PackedReduceScatter: format must do without error feedback.* got onebit"):
+        PackedReduceScatter("onebit")
+    for comm in (APSReduceScatter(4, 3, block=7), PackedReduceScatter("mx-e4m3", block=7)):
+        assert copy.deepcopy(comm)._block == 7 and repr(copy.deepcopy(comm)) == repr(comm)
