@@ -131,16 +131,17 @@ class _State:
 
     def opened(self, run: Callable[[], Any]) -> None:
         """Run something as the device: its pages can be touched meanwhile."""
-        size = -(-self.used // PAGE) * PAGE
-        if size and not self.is_open:
-            _libc.mprotect(self.base, size, 3)
-        self.is_open += 1
-        try:
-            run()
-        finally:
-            self.is_open -= 1
+        with self.lock:
+            size = -(-self.used // PAGE) * PAGE
             if size and not self.is_open:
-                _libc.mprotect(self.base, size, 0)
+                _libc.mprotect(self.base, size, 3)
+            self.is_open += 1
+            try:
+                run()
+            finally:
+                self.is_open -= 1
+                if size and not self.is_open:
+                    _libc.mprotect(self.base, size, 0)
 
     # ---- streams ------------------------------------------------------------------------------------------
 
