@@ -142,7 +142,7 @@ class PackedReduceScatter(BaseCompressor):
                 choose_reduction=_by_owners,
             )
             found.any_thread = device.type == "cpu"
-            members = join(found, group, "a reduce-scatter has one level")
+            members = join(found, group, device, "a reduce-scatter has one level")
             self._keep(ReducerKey(len(self._by_group), str(device), members), found)
         return found
 

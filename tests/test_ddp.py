@@ -17,7 +17,8 @@ import pytest
 from test_parallel import ENVIRONMENT, HOROVODRUN, ROOT, launch, run
 
 WORKER = ROOT / "tests" / "workers" / "ddp_worker.py"
-FILES = ("test_ddp.py", "test_ddp_hooks.py", "test_fsdp.py")
+FILES = ("test_ddp.py", "test_ddp_hooks.py", "test_ddp_operations.py", "test_fsdp.py")
+THREE_RANKS = "simulation or 200 or groups or join or unused or options or shard or operations"
 TORCHRUN = [str(HOROVODRUN.with_name("torchrun")), "--nproc-per-node", "2"]
 
 
@@ -33,7 +34,7 @@ def test_torchrun(tmp_path):
 
 def test_torchrun_three_ranks(tmp_path):
     """What depends on the number of ranks."""
-    launch("torchrun", 3, FILES, tmp_path, keyword="simulation or 200 or groups or join or unused or options or shard")
+    launch("torchrun", 3, FILES, tmp_path, keyword=THREE_RANKS)
 
 
 @pytest.mark.parametrize("n_ranks", [2, 3])
@@ -62,12 +63,20 @@ def test_a_restart_of_torchrun_goes_on_where_the_killed_run_was(tmp_path):
 
 
 def test_two_levels(tmp_path):
-    """Two hosts with two ranks each: the ranks of a host add up first."""
-    command = [TORCHRUN[0], "--nproc-per-node", "4", str(WORKER), str(tmp_path), "--hosts", "2"]
-    code, output = run(command, 120, {})
-    assert code == 0, output[-5000:]
-    assert len(re.findall(r"rank \d: two-level", output)) == 4, output[-3000:]
-    assert len({(tmp_path / f"weights{rank}").read_bytes() for rank in range(4)}) == 1
+    """Two hosts with two ranks each: the ranks of a host add up first, in shared memory or, as on GPUs, by messages."""
+    weights = set()
+    for name, flags, way in (
+        ("memory", [], r"two-level \("),
+        ("operations", ["--operations"], r"two-level by messages .*by torch.distributed's operations"),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        command = [TORCHRUN[0], "--nproc-per-node", "4", str(WORKER), str(folder), "--hosts", "2", *flags]
+        code, output = run(command, 120, {})
+        assert code == 0, output[-5000:]
+        assert len(re.findall(rf"rank \d: {way}", output)) == 4, output[-3000:]
+        weights |= {(folder / f"weights{rank}").read_bytes() for rank in range(4)}
+    assert len(weights) == 1
 
 
 @pytest.mark.parametrize("n_ranks", [2, 3])

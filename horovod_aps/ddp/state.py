@@ -138,8 +138,7 @@ class PackedState(BaseCompressor):
         exchange = Exchange(
             for_torch.kernels_for(device), None, self._options, partial(for_torch.on, device), overlap=True
         )
-        why_flat = self._options.why_flat or ("gradients are on a GPU" if device.type == "cuda" else "")
-        members = join(exchange, self._group, why_flat)
+        members = join(exchange, self._group, device, self._options.why_flat)
         self._keep(ReducerKey(0, str(device), members), exchange)
         driver = self._drivers[device] = Driver(exchange, place)
         weakref.finalize(self, driver.end)

@@ -6,17 +6,16 @@ is copied to where our kernels look for it, on the same stream; nobody waits on 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
 from horovod_aps import config
 from horovod_aps.errors import LostPeer
+from horovod_aps.frontends.messages import Messages
 from horovod_aps.frontends.world import process_set_of
 
 
@@ -52,29 +51,16 @@ class _Operation:
             self._owner.unpack(received, places)
 
 
-class HorovodOperations:
+class HorovodOperations(Messages):
     """Of the ranks of a process set, on messages that kernels of `device` have made."""
 
     def __init__(self, kernels: Any, device: torch.device, process_set_id: int) -> None:
-        self._kernels, self._device = kernels, device
+        super().__init__(kernels, device)
         self._process_set = process_set_of(mpi_ops._basics, process_set_id)
 
     @property
     def way(self) -> str:
         return "from device memory by Horovod's NCCL" if self._device.type == "cuda" else "by Horovod's operations"
-
-    def takes(self, array: Any) -> bool:
-        return self._device.type == "cpu" or not isinstance(array, np.ndarray)
-
-    @contextmanager
-    def at_work(self) -> Generator[None, None, None]:
-        """Our stream is PyTorch's current one."""
-        if self._device.type != "cuda":
-            yield
-            return
-        with self._kernels.at_work():
-            with torch.cuda.stream(torch.cuda.ExternalStream(self._kernels.stream.ptr, self._device)):
-                yield
 
     def alltoall(self, name: str, parts: Sequence[Any]) -> _Operation:
         splits = torch.tensor([len(part) for part in parts], dtype=torch.int32)
@@ -90,22 +76,3 @@ class HorovodOperations:
             return _Operation(self, operation(*arguments, process_set=self._process_set))
         except HorovodInternalError as error:
             raise LostPeer(str(error)) from None
-
-    def pack(self, parts: Sequence[Any]) -> torch.Tensor:
-        """The parts in a row; a copy, but for a single one."""
-        tensors = [self._tensor(part) for part in parts if len(part)]
-        if len(tensors) == 1:
-            return tensors[0]
-        return torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.uint8, device=self._device)
-
-    def unpack(self, received: torch.Tensor, places: Sequence[tuple[int, Any]]) -> None:
-        """Copy parts of what has come to where they are wanted."""
-        for start, array in places:
-            if len(array):
-                self._tensor(array).copy_(received[start : start + len(array)])
-        if received.is_cuda:  # of Horovod's thread, whose stream may have it back only behind our copies
-            received.record_stream(torch.cuda.current_stream(self._device))
-
-    def _tensor(self, array: Any) -> torch.Tensor:
-        """The array's own memory as a tensor."""
-        return torch.from_numpy(array) if self._device.type == "cpu" else torch.as_tensor(array, device=self._device)

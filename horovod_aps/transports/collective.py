@@ -95,7 +95,7 @@ class CollectiveTransport(Above):
         for way, messages in (("sent", outgoing), ("received", incoming)):
             if (n_bytes := sum(len(array) for array in messages.values())) > MAX_BYTES:
                 raise ValueError(
-                    f"APSCompressor: {n_bytes} bytes would be {way} in one operation of Horovod's, which takes "
+                    f"APSCompressor: {n_bytes} bytes would be {way} in one operation, which takes "
                     f"{MAX_BYTES}; use a smaller bucket_mb, or HOROVOD_APS_GPU_WAY=pinned"
                 )
         self._numbers[tag] += 1
@@ -109,13 +109,16 @@ class CollectiveTransport(Above):
         may_begin = self._may_begin() if self._waiting else NEVER
         if may_begin == LATER and time.monotonic() - self._waiting[0].since > PATIENCE_SECONDS:
             may_begin = NOW
-        while self._waiting and may_begin == NOW:
-            move = self._waiting.popleft()
+        while may_begin == NOW and (move := self._next()) is not None:
             move.operation = self._begin(move)
             self._moving.append(move)
         for move in [move for move in self._moving if move.operation is not None and move.operation.done()]:
             self._moving.remove(move)
             self._finish(move)
+
+    def _next(self) -> _Transfer | None:
+        """The transfer that may begin now, no longer among those that wait."""
+        return self._waiting.popleft() if self._waiting else None
 
     def _is_gather(self, outgoing: Mapping[int, Any]) -> bool:
         """Whether one and the same array goes to all: the program says so, in the same way on all ranks."""

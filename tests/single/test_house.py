@@ -27,6 +27,8 @@ FOR_TORCH = (
     "activations",
     "for_torch",
     "group",
+    "group_operations",
+    "messages",
     "methods",
     "tensors",
     "worker",

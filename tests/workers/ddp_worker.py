@@ -1,7 +1,8 @@
-"""A rank that trains with DDP and APS: `python ddp_worker.py <folder> [--kill-rank R] [--spawn N] [--hosts H]`.
+"""A rank that trains with DDP and APS: `python ddp_worker.py <folder> [--kill-rank R] [--spawn N] [--hosts H] ...`.
 
 Saves model and state after every step to <folder>, goes on from there, and writes the bytes of its weights at the end.
-With --hosts it counts to one of so many hosts, and prints how gradients travel.
+With --hosts it counts to one of so many hosts, and prints how gradients travel. With --operations packed bytes travel
+as on GPUs, by operations of a process group.
 With --kill-rank that rank kills itself in the middle of the third step's backward, the first time it is started.
 """
 
@@ -18,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from horovod_aps.ddp import APSState, aps_hook
+from horovod_aps.frontends import group
 
 N_STEPS = 6
 
@@ -67,7 +69,10 @@ if __name__ == "__main__":
     parser.add_argument("--kill-rank", type=int, default=-1)
     parser.add_argument("--spawn", type=int, default=0)
     parser.add_argument("--hosts", type=int, default=0)
+    parser.add_argument("--operations", action="store_true")
     arguments = parser.parse_args()
+    if arguments.operations:
+        group.are_wanted = lambda *_: True  # type: ignore[assignment]
     if arguments.spawn:
         torch.multiprocessing.spawn(spawned, (arguments,), nprocs=arguments.spawn)
     else:
