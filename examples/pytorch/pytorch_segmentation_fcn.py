@@ -161,9 +161,9 @@ def main(args: argparse.Namespace) -> None:
             )
     log.close()
     common.finish(args, compression, hvd.rank())
-    if args.backend == "ddp":
-        hvd.shutdown()
 
 
 if __name__ == "__main__":
     main(ARGS)
+    if ARGS.backend == "ddp":
+        hvd.shutdown()  # when the model is gone: after it, DDP with PyTorch's fp16 hook now and then hangs in its end
