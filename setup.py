@@ -10,7 +10,7 @@ import hashlib
 import os
 import sys
 import tempfile
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,17 @@ def torch_extension() -> list[Extension]:
     spec = find_spec("torch")
     if spec is None or spec.origin is None or sys.platform != "linux":
         return []
+    try:
+        built_for = version("torch")
+    except PackageNotFoundError:
+        return []
     folder = Path(spec.origin).parent
     return [
         Extension(
             "horovod_aps._torch",
             sources=["cuda/aps_torch.cpp"],
             depends=HEADERS,
-            define_macros=[SOURCES, ("APS_TORCH", f'"{version("torch")}"')],
+            define_macros=[SOURCES, ("APS_TORCH", f'"{built_for}"')],
             include_dirs=[str(folder / "include")],
             library_dirs=[str(folder / "lib")],
             libraries=["c10"],

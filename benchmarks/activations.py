@@ -1,8 +1,9 @@
 """Activations: memory, time and accuracy of training with `horovod_aps.activations`, against other ways to save memory.
 
-Three parts, each adds its records to activations.json in --out and is skipped for what is there already:
+Four parts, each adds its records to activations.json in --out and is skipped for what is there already:
   memory    peak resident size, saved bytes and time per step of five networks: plain, "auto", torch.utils.checkpoint,
             saved tensors as bfloat16; every run in a process of its own with one thread
+  course    how much smaller ResNet-50's saved tensors are from step to step with "auto", at two learning rates
   accuracy  accuracy on CIFAR-10 photographs, mean IoU on CamVid street scenes, plain and "auto" over seeds
   speed     the codec beside memcpy on one thread
 
@@ -42,7 +43,10 @@ SIZES = {"resnet18": (160, 16), "resnet50": (160, 16), "vgg16": (160, 8), "alexn
 EPOCHS = {"classification": 8, "segmentation": 8}
 WHAT = {"classification": "accuracy on CIFAR-10 in %", "segmentation": "mean IoU on CamVid in %"}
 STEPS = 18
-PARTS = ("speed", "memory", "accuracy")
+PARTS = ("speed", "memory", "course", "accuracy")
+RATE = 0.01
+COURSE = {0.01: 70, 0.001: 70}  # learning rate: steps
+COURSE_STEPS = (1, 2, 3, 5, 9, 17, 33, 65)  # bounds are new in these
 
 
 # ---- ways to save
@@ -100,7 +104,7 @@ def photographs(task: accuracy_tasks.Task, size: int, batch: int, seed: int) -> 
     return nn.functional.interpolate(x, size=(size, size), mode="bilinear").contiguous(), y
 
 
-def measure(network: str, variant: str, data_dir: Path | None, steps: int) -> dict[str, Any]:
+def measure(network: str, variant: str, data_dir: Path | None, steps: int, rate: float = RATE) -> dict[str, Any]:
     """One process: peak resident size above idle, bytes and time of `steps` training steps."""
     from horovod_aps.activations import ActivationCompressor
 
@@ -113,7 +117,7 @@ def measure(network: str, variant: str, data_dir: Path | None, steps: int) -> di
     model = activation_models.build(network, size, task.n_classes)
     if variant == "checkpoint":
         activation_models.checkpoint_parts(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, weight_decay=1e-4)
+    optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9, weight_decay=1e-4)
     saver = ActivationCompressor(model, optimizer) if variant == "auto" else None
     batches = [photographs(task, size, batch, seed) for seed in range(steps)]
     del task
@@ -131,7 +135,7 @@ def measure(network: str, variant: str, data_dir: Path | None, steps: int) -> di
     ctypes.CDLL(None).malloc_trim(0)
     idle = resident()[0]
     Path("/proc/self/clear_refs").write_text("5")
-    times, ratios, ratio, stored = [], [], None, None
+    times, ratios, losses, ratio, stored = [], [], [], None, None
     for x, y in batches:
         start = time.perf_counter()
         optimizer.zero_grad(set_to_none=False)
@@ -140,9 +144,10 @@ def measure(network: str, variant: str, data_dir: Path | None, steps: int) -> di
         loss.backward()
         optimizer.step()
         times.append(time.perf_counter() - start)
+        losses.append(loss.item())
         if saver is not None:
             ratios.append(saver.stats()["ratio"])
-        print(f"{network} {variant}: {times[-1]:.2f} s, loss {loss.item():.3f}", file=sys.stderr, flush=True)
+        print(f"{network} {variant}: {times[-1]:.2f} s, loss {losses[-1]:.3f}", file=sys.stderr, flush=True)
     peak = resident()[1] - idle
     if saver is not None:
         stats = saver.stats()
@@ -156,6 +161,8 @@ def measure(network: str, variant: str, data_dir: Path | None, steps: int) -> di
         "size": size,
         "batch": batch,
         "steps": steps,
+        "rate": rate,
+        "losses": losses,
         "idle_mb": idle / 1e6,
         "peak_mb": peak / 1e6,
         "saved_mb": None if saved is None else saved / 1e6,
@@ -269,7 +276,7 @@ def speed() -> Records:
 
 
 def same(record: dict[str, Any], other: dict[str, Any]) -> bool:
-    keys = ("part", "network", "variant", "task", "source", "seed", "epochs", "steps", "values", "bound")
+    keys = ("part", "network", "variant", "task", "source", "seed", "epochs", "steps", "values", "bound", "rate")
     return all(record.get(key) == other.get(key) for key in keys)
 
 
@@ -313,6 +320,20 @@ def memory_table(records: Records) -> str:
     return "\n".join(rows)
 
 
+def course_table(records: Records) -> str:
+    """Markdown; how much smaller saved tensors are in the steps that have new bounds."""
+    rows = [
+        f"| learning rate | {' | '.join(f'step {step}' for step in COURSE_STEPS)} | loss, first and last 5 steps |",
+        f"| --- |{' --- |' * (len(COURSE_STEPS) + 1)}",
+    ]
+    for r in records:
+        if r["part"] == "course":
+            ratios = [f"{r['ratios'][step - 1]:.1f}x" if step <= len(r["ratios"]) else "" for step in COURSE_STEPS]
+            losses = [f"{statistics.mean(some):.2f}" for some in (r["losses"][:5], r["losses"][-5:])]
+            rows.append(f"| {r['rate']} | {' | '.join(ratios)} | {', '.join(losses)} |")
+    return "\n".join(rows)
+
+
 def accuracy_table(records: Records) -> str:
     """Markdown; mean and standard deviation over seeds."""
     rows = ["| task | variant | seeds | score | saved tensors smaller |", "| --- | --- | --- | --- | --- |"]
@@ -345,7 +366,12 @@ def speed_table(records: Records) -> str:
 
 def report(records: Records) -> str:
     """All tables."""
-    parts = (("Memory and time", memory_table), ("Accuracy", accuracy_table), ("Speed", speed_table))
+    parts = (
+        ("Memory and time", memory_table),
+        ("Course of training", course_table),
+        ("Accuracy", accuracy_table),
+        ("Speed", speed_table),
+    )
     return "\n\n".join(f"## {title}\n\n{table(records)}" for title, table in parts) + "\n"
 
 
@@ -369,19 +395,30 @@ def save_plot(records: Records, path: Path) -> None:
     studies.save(figure, path)
 
 
+def work(arguments: argparse.Namespace, network: str, variant: str, steps: int, rate: float) -> dict[str, Any]:
+    """The record of `measure` in a process of its own with one thread."""
+    command = [sys.executable, __file__, "--worker", network, variant, "--steps", str(steps), "--rate", str(rate)]
+    command += ["--data-dir", str(arguments.data_dir)] if arguments.data_dir else []
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def run(arguments: argparse.Namespace, path: Path) -> None:
     """All records that are asked for and not there yet."""
     if "memory" in arguments.parts:
         for network in arguments.networks:
             for variant in arguments.variants:
                 wanted = {"part": "memory", "network": network, "variant": variant, "steps": arguments.steps}
+                wanted["rate"] = RATE
                 if any(same(r, wanted) for r in read(path)) and not arguments.again:
                     continue
-                command = [sys.executable, __file__, "--worker", network, variant, "--steps", str(arguments.steps)]
-                command += ["--data-dir", str(arguments.data_dir)] if arguments.data_dir else []
-                environment = os.environ | {"OMP_NUM_THREADS": "1"}
-                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
-                add(path, [json.loads(done.stdout.splitlines()[-1])])
+                add(path, [work(arguments, network, variant, arguments.steps, RATE)])
+    if "course" in arguments.parts:
+        for rate, steps in COURSE.items():
+            wanted = {"part": "course", "network": "resnet50", "variant": "auto", "steps": steps, "rate": rate}
+            if not any(same(r, wanted) for r in read(path)) or arguments.again:
+                add(path, [work(arguments, "resnet50", "auto", steps, rate) | {"part": "course"}])
     if "speed" in arguments.parts:
         add(path, speed())
     if "accuracy" in arguments.parts:
@@ -404,13 +441,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data-dir", type=Path, help="folder with cifar10-small and camvid-small; else digits")
-    parser.add_argument(
-        "--parts", nargs="+", choices=("memory", "accuracy", "speed"), default=["speed", "memory", "accuracy"]
-    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--networks", nargs="+", choices=activation_models.NAMES, default=list(activation_models.NAMES))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--tasks", nargs="+", choices=accuracy_tasks.TASKS, default=list(accuracy_tasks.TASKS))
     parser.add_argument("--steps", type=int, default=STEPS, help="training steps of a memory run")
+    parser.add_argument("--rate", type=float, default=RATE, help=argparse.SUPPRESS)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, help=f"of accuracy runs, default {EPOCHS}")
     parser.add_argument("--again", action="store_true", help="run again what is there already")
@@ -419,7 +455,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.show:
         return studies.show(NAME)
     if arguments.worker:
-        print(json.dumps(measure(*arguments.worker, arguments.data_dir, arguments.steps)))
+        print(json.dumps(measure(*arguments.worker, arguments.data_dir, arguments.steps, arguments.rate)))
         return 0
     path = arguments.out / f"{NAME}.json"
     if not arguments.report:

@@ -25,7 +25,7 @@ from horovod_aps.formats import MX, QSGD, DynamicTree, FloatFormat, Format, Line
 from horovod_aps.kernels import native
 
 FORMATS = [(4, 3), (5, 2), (3, 0), (3, 2), (5, 10)]
-OTHERS = [QSGD(8), QSGD(8, norm="l2"), QSGD(4), QSGD(2, 128), OneBit(), DynamicTree(), Linear(), MX(4, 3), MX(2, 1)]
+OTHERS = [QSGD(8), QSGD(8, norm="l2"), QSGD(4), QSGD(2, 128), OneBit(64), DynamicTree(), Linear(), MX(4, 3), MX(2, 1)]
 
 Case = tuple[str, float, Callable[[], object]]
 

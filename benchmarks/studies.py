@@ -1,4 +1,4 @@
-"""What the studies (accuracy.py, feedback.py, roundoff.py) share: where results go, and picking records."""
+"""What the studies (accuracy.py, feedback.py, onebit.py, roundoff.py) share: where results go, and picking records."""
 
 import argparse
 from collections.abc import Sequence

@@ -255,23 +255,8 @@ int64_t aps_register_table(const float* values, const float* least, int64_t n) {
         t.values[k] = values[k < n ? k : n - 1];
         t.least[k] = k < n - 1 ? least[k] : aps_float(0x7f800000u);
     }
-    made->steps = 0;
-    for (uint32_t key = 0; key < 1u << 16; ++key) {
-        const bool is_negative = key >> 15;
-        const uint32_t flip = is_negative ? 0xffffu : 0u;  // ratios grow with the bits, or against them
-        const float low = aps_float(key << 16 | flip), high = aps_float(key << 16 | (0xffffu ^ flip));
-        int code = 0, begin = 0xffff, steps = 0;
-        if (high == high && low == low) {
-            code = (int)aps_table_code(t.least, low);
-            steps = (int)aps_table_code(t.least, high) - code;
-            begin = is_negative ? -1 : 0xffff;
-            if (steps) begin = (int)(aps_bits(t.least[code]) & 0xffffu) - !is_negative;
-            // Between two zeros, where the next code begins at the other one.
-            if (steps && is_negative && t.least[code] == 0.0f) begin = 0;
-        }
-        made->steps = steps > made->steps ? steps : made->steps;
-        made->entries[key] = (int32_t)((uint32_t)begin << 8 | (uint32_t)code);
-    }
+    FloatEnvironment environment;
+    aps_fill_cells(t, 1.0f, made->cells);
     aps_tables[aps_n_tables] = made;
     __atomic_store_n(&aps_n_tables, aps_n_tables + 1, __ATOMIC_RELEASE);
     return aps_n_tables - 1;
@@ -530,6 +515,12 @@ int64_t aps_quantize_array(const void* x, void* out, int64_t n, int dtype, int e
 int64_t aps_random_array(uint32_t* out, int64_t n, uint64_t seed, uint32_t uid, int64_t first) {
     const ApsKey key = aps_key(seed, uid);
     for (int64_t i = 0; i < n; ++i) out[i] = aps_random31(key, (uint64_t)(first + i));
+    return 0;
+}
+// The same for QSGD: 16 bits.
+int64_t aps_random16_array(uint32_t* out, int64_t n, uint64_t seed, uint32_t uid, int64_t first) {
+    const ApsKey key = aps_key(seed, uid);
+    for (int64_t i = 0; i < n; ++i) out[i] = aps_random16(key, (uint64_t)(first + i));
     return 0;
 }
 

@@ -5,7 +5,7 @@
 
 #include "aps_buckets.h"
 
-enum { APS_QSGD_FRACTION = 24 };  // bits of a level that are rounded away
+enum { APS_QSGD_FRACTION = 16 };  // bits of a level that are rounded away
 
 struct ApsQsgdCodec {
     enum { n_sides = 1, side_size = 4 };
@@ -45,15 +45,16 @@ struct ApsQsgdCodec {
     }
 
     struct Plan {
-        float power, step, limit;  // the last two times 2^24
+        float power, step, limit;  // the last two times 2^16
         int sign_shift;
         bool is_zero;
-        // rnd: 24 bits
+        // rnd: 16 bits. Adding 2^23 leaves the nearest integer in the lower bits of a float below it.
         APS_METHOD uint32_t code(uint32_t bits, uint32_t rnd) const {
             if (is_zero) return 0u;
             float y = aps_float(bits & 0x7fffffffu) * power * step;
             y = y < limit ? y : limit;
-            return ((uint32_t)(int32_t)y + rnd) >> APS_QSGD_FRACTION | bits >> 31 << sign_shift;
+            const uint32_t level = aps_bits(y + 8388608.0f) - 0x4b000000u;
+            return (level + rnd) >> APS_QSGD_FRACTION | bits >> 31 << sign_shift;
         }
     };
     APS_METHOD Plan plan(const float* sides) const {
@@ -67,10 +68,10 @@ struct ApsQsgdCodec {
         p.sign_shift = width - 1;
         return p;
     }
-    // 24 bits for element `index` of a layer; half of a level where nothing is drawn.
+    // 16 bits for element `index` of a layer; half of a level where nothing is drawn.
     static APS_METHOD uint32_t draw(ApsKey key, int mode, uint64_t index) {
         if (mode != APS_STOCHASTIC) return 1u << (APS_QSGD_FRACTION - 1);
-        return aps_random31(key, index) >> (31 - APS_QSGD_FRACTION);
+        return aps_random16(key, index);
     }
 
     struct Scale {

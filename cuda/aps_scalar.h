@@ -251,13 +251,20 @@ APS_FN uint32_t aps_mix32(uint32_t x) {
     x = (x ^ (x >> 15)) * 0x846ca68bu;
     return x ^ (x >> 16);
 }
-APS_FN uint32_t aps_random31_low(ApsKey k, uint32_t low) { return aps_mix32(aps_mix32(low ^ k.a) + k.b) >> 1; }
+APS_FN uint32_t aps_random32_low(ApsKey k, uint32_t low) { return aps_mix32(aps_mix32(low ^ k.a) + k.b); }
+APS_FN uint32_t aps_random31_low(ApsKey k, uint32_t low) { return aps_random32_low(k, low) >> 1; }
 APS_FN ApsKey aps_key_high(ApsKey k, uint32_t high) {  // fold in the upper half of a 64-bit index
     k.b += high ? aps_mix32(high ^ 0x68bc21ebu) : 0u;
     return k;
 }
 APS_FN uint32_t aps_random31(ApsKey k, uint64_t index) {
     return aps_random31_low(aps_key_high(k, (uint32_t)(index >> 32)), (uint32_t)index);
+}
+// 16 bits, half the work: of 16 elements the first 8 have the lower halves of 8 numbers, the others the upper halves.
+APS_FN uint32_t aps_random16(ApsKey k, uint64_t index) {
+    const uint64_t at = index >> 4 << 3 | (index & 7u);
+    const uint32_t both = aps_random32_low(aps_key_high(k, (uint32_t)(at >> 32)), (uint32_t)at);
+    return index & 8u ? both >> 16 : both & 0xffffu;
 }
 
 // ---------------------------------------------------------------------------------------------- scan

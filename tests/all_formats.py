@@ -16,7 +16,7 @@ ARGUMENTS: dict[str, list[tuple[Any, ...]]] = {
     "FloatFormat": [(4, 3), (3, 0)],
     "QSGD": [(4,), (8,)],
     "MX": [(4, 3), (2, 1, 64, True)],
-    "OneBit": [(), ("column",), ("tensor",)],
+    "OneBit": [(), (64,), ("tensor",)],
     "DynamicTree": [(), ("bitsandbytes",)],
     "TableFormat": [((-1.0, -0.25, 0.0, 0.25, 1.0),)],
 }

@@ -196,13 +196,8 @@ def test_tensorflow(file, kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["mpirun", "gloo"])
 def test_tensorflow_three_ranks(kind, tmp_path):
-    launch(
-        kind,
-        3,
-        ["test_tensorflow.py"],
-        tmp_path,
-        keyword="200- or tape_equals or process_sets or set_format or carrier",
-    )
+    keyword = "200- or tape_equals or process_sets or set_format or carrier"
+    launch(kind, 3, ["test_tensorflow.py"], tmp_path, keyword=keyword + " or every_format" * (kind == "mpirun"))
 
 
 @pytest.mark.parametrize("kind, n_ranks", [("mpirun", 2), ("mpirun", 3), pytest.param("gloo", 3)])

@@ -6,6 +6,10 @@ with L, the loss gradient at the layer's output. So the gradient's error is norm
     sigma² = eb²/3 · ΣL²          (normalisation: L divided by the standard deviation of the input)
 
 and eb follows from the sigma that is wanted: a share of the mean |momentum| of the layer's weight.
+
+Momentum starts at zero and grows for some steps, and so do the errors that it collects from the gradients: after t
+steps they have sqrt(1 - beta^2t) of the deviation that they come to. With a momentum larger by as much, the error that
+the momentum has is the same share of it in the first step as in the hundredth.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ class Layer:
     gradient: float = 0.0
     """Running mean of the weight's |gradient|, for optimizers without momentum."""
     share: float | None = None
-    """Predicted sigma over mean |momentum| at the bound in use."""
+    """Predicted sigma over mean |momentum| (in the first steps: over that divided by `grown`) at the bound in use."""
 
     @property
     def weight(self) -> Tensor | None:
@@ -109,6 +113,15 @@ def momentum(optimizer: torch.optim.Optimizer, weight: Tensor) -> float | None:
     return None
 
 
+def grown(optimizer: torch.optim.Optimizer, weight: Tensor, n_steps: int | None) -> float:
+    """Deviation of the errors in a weight's momentum after n_steps (None: many), over what it comes to."""
+    if n_steps is None:
+        return 1.0
+    group = next((g for g in optimizer.param_groups if any(p is weight for p in g["params"])), {})
+    decay = group["betas"][0] if "betas" in group else group.get("momentum", 0.0)
+    return math.sqrt(1.0 - float(decay) ** (2 * n_steps)) if n_steps > 0 and 0 <= decay < 1 else 1.0
+
+
 def bound_for(share: float, size: float, squares: float) -> float:
     """eb such that sigma is `share` of `size`, the mean |momentum|."""
     return share * size * math.sqrt(3.0 / squares)
@@ -119,14 +132,19 @@ def predicted_sigma(bound: float, squares: float) -> float:
     return bound * math.sqrt(squares / 3.0)
 
 
-def refresh(layer: Layer, optimizer: torch.optim.Optimizer, share: float, loss_scale: float) -> None:
-    """Set the layer's bound from what was measured since the optimizer's last step; starts a new measurement."""
+def refresh(
+    layer: Layer, optimizer: torch.optim.Optimizer, share: float, loss_scale: float, n_steps: int | None
+) -> None:
+    """Set the layer's bound from what was measured since the optimizer's last step; starts a new measurement.
+
+    n_steps: how many steps the momentum has seen; None if it is older than the saver.
+    """
     squares, layer.squares = layer.squares / loss_scale**2, 0.0
     weight = layer.weight
     if weight is None or not layer.has_theory:
         return
     size = momentum(optimizer, weight)
-    size = layer.gradient if size is None else size
+    size = layer.gradient if size is None else size / grown(optimizer, weight, n_steps)
     if not (size > 0 and squares > 0 and math.isfinite(size) and math.isfinite(squares)):
         return  # nothing was learned in this step: the bound stays
     bound = bound_for(share, size, squares)

@@ -113,6 +113,7 @@ class ActivationCompressor:
         self._n_inside = 0
         self._n_steps = 0
         self._n_passes = 0  # since the optimizer's last step
+        self._saw_start: bool | None = None  # the momentum's; not if it was loaded
         self._batch = 0
         self._parameters: set[int] = set()
         self._warned: set[str] = set()
@@ -136,6 +137,10 @@ class ActivationCompressor:
 
     def __enter__(self) -> ActivationCompressor:
         with self._lock:
+            if self._saw_start is None:
+                self._saw_start = self._optimizer is not None and not any(
+                    bounds.momentum(self._optimizer, parameter) for parameter in self._model.parameters()
+                )
             if self._n_inside == 0:
                 self._attach()
             self._n_inside += 1
@@ -242,7 +247,8 @@ class ActivationCompressor:
                 for layer in self._by_name.values():
                     self._follow_gradient(layer)
                     if measuring:
-                        bounds.refresh(layer, self._optimizer, self.share, scale)
+                        n_steps = self._n_steps + 1 if self._saw_start else None
+                        bounds.refresh(layer, self._optimizer, self.share, scale, n_steps)
             self._n_steps += 1
 
     def _follow_gradient(self, layer: Layer) -> None:

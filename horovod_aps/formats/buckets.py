@@ -21,8 +21,7 @@ import numpy.typing as npt
 from horovod_aps.formats.base import Format
 from horovod_aps.formats.floats import _open, _torch_of
 from horovod_aps.kernels import arrays
-from horovod_aps.kernels.codecs import Random, Values
-from horovod_aps.kernels.native import library
+from horovod_aps.kernels.codecs import Random, Values, random_bits
 from horovod_aps.kernels.segments import DTYPE_CODES, EXP_NONFINITE, EXP_ZERO, UNIT, Bytes, packed_bytes
 
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -117,12 +116,12 @@ class BucketFormat(Format):
 
     def _quantize(self, x: Any, seed: int | None) -> Any:
         values, like = self._open(x)
-        return like(self._decode(*self._encode(values, _random(seed, values.size))))
+        return like(self._decode(*self._encode(values, self.random_bits(values.size, seed))))
 
     def _encode_array(self, x: Any, seed: int | None) -> tuple[Any, Any]:
         values, _ = self._open(x)
         _, wrap = _open(x)
-        codes, scales = self._encode(values, _random(seed, values.size))
+        codes, scales = self._encode(values, self.random_bits(values.size, seed))
         return wrap(codes.reshape(np.shape(x))), wrap(scales)
 
     def decode(self, codes: Any, scales: Any) -> Any:
@@ -152,6 +151,12 @@ class BucketFormat(Format):
             )
         codes, scales = self._split(np.ascontiguousarray(array).reshape(-1), count)
         return wrap(codes), wrap(scales)
+
+    # ---- random bits ----------------------------------------------------------------------------------------
+
+    def random_bits(self, n: int, seed: int | None, uid: int = 0, first: int = 0) -> Random:
+        """What the kernels draw for n elements of a layer, from its element `first` on; None without a seed."""
+        return random_bits(n, seed, uid, first)
 
     # ---- the steps ------------------------------------------------------------------------------------------
 
@@ -249,12 +254,3 @@ def checked_int(kind: str, name: str, value: Any, low: int, high: int, hint: str
 def _float32(values: npt.NDArray[Any]) -> Floats:
     with np.errstate(over="ignore"):
         return np.asarray(values).astype(np.float32)
-
-
-def _random(seed: int | None, n: int) -> Random:
-    """31 random bits for each element of an array, as the kernels draw them for a layer with uid 0."""
-    if seed is None:
-        return None
-    out = np.empty(n, np.uint32)
-    library().aps_random_array(out.ctypes.data, n, seed, 0, 0)
-    return out

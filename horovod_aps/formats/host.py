@@ -34,6 +34,10 @@ class HostFormat(Format):
     def decode_segment(self, data: Bytes, n_elements: int, exponent: int) -> Values:
         """The values that the bytes stand for, in true units."""
 
+    def random_bits(self, n: int, seed: int | None, uid: int = 0, first: int = 0) -> Random:
+        """31 uniform bits for each element; None without a seed."""
+        return codecs.random_bits(n, seed, uid, first)
+
     def describe(self, segment: Table | np.void) -> None:
         """The number under which the codec is known in this process."""
         segment["family"], segment["codec"], segment["flags"] = FAMILY_HOST, codecs.number_of(self), 0

@@ -13,18 +13,19 @@ from horovod_aps.formats.buckets import MAX_BUCKET, BucketFormat, Codes, Floats,
 from horovod_aps.kernels.codecs import Random
 from horovod_aps.kernels.segments import FAMILY_ONEBIT, Table
 
-BUCKET = 64
+DEFAULT: Literal["column"] = "column"
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class OneBit(BucketFormat):
     """One bit per element: values below zero (code 1) become the mean of those, values from zero on that of those.
 
-    `bucket` says which elements share their two means: a number of consecutive elements (64, as the variant of Grubic
-    et al. has it), "column", or "tensor". A column is what has the same first index, for a weight of shape (out, in,
-    ...) all weights of one output; those lie together in memory, as a column does in CNTK, which stores matrices
-    column by column. A tensor of one dimension or none is one column. "tensor" takes all elements of the layer that
-    are in one message: a layer that is cut between ranks, or longer than 2^20 elements, has means for every cut.
+    `bucket` says which elements share their two means: "column" (as CNTK has it), a number of consecutive elements (64
+    in the variant of Grubic et al., which doubles the bytes), or "tensor" (which trains badly). A column is what has
+    the same first index, for a weight of shape (out, in, ...) all weights of one output; those lie together in memory,
+    as a column does in CNTK, which stores matrices column by column. A tensor of one dimension or none is one column.
+    "tensor" takes all elements of the layer that are in one message: a layer that is cut between ranks, or longer than
+    2^20 elements, has means for every cut.
 
     A mean is that of float32 values: `bucket_sums` of them in double (0 in place of the others), divided by their
     number, rounded to float32; 0 where there are none. A message has for every bucket the mean from zero on, then that
@@ -40,7 +41,7 @@ class OneBit(BucketFormat):
     needs_error_feedback = True
     n_sides = 2
 
-    def __init__(self, bucket: int | Literal["column", "tensor"] = BUCKET) -> None:
+    def __init__(self, bucket: int | Literal["column", "tensor"] = DEFAULT) -> None:
         if not (isinstance(bucket, str) and bucket in ("column", "tensor")):
             hint = "elements that share two means, such as bucket=64, or 'column', or 'tensor'"
             bucket = checked_int("OneBit", "bucket", bucket, 1, MAX_BUCKET, hint)
@@ -50,15 +51,15 @@ class OneBit(BucketFormat):
         return f"OneBit(bucket={self.bucket!r})"
 
     def __str__(self) -> str:
-        return "onebit" if self.bucket == BUCKET else f"onebit-{self.bucket}"
+        return "onebit" if self.bucket == DEFAULT else f"onebit-{self.bucket}"
 
     @classmethod
     def parse(cls, text: str) -> OneBit:
-        """The format that `str()` of it names: "onebit", "onebit-128", "onebit-column", "onebit-tensor"."""
+        """The format that `str()` of it names: "onebit" (also "onebit-column"), "onebit-128", "onebit-tensor"."""
         match = re.fullmatch(r"onebit(?:-(\d+|column|tensor))?", text)
         if match is None:
-            raise ValueError(f"OneBit: text must look like 'onebit', 'onebit-128' or 'onebit-column', got {text!r}")
-        bucket = match[1] or str(BUCKET)
+            raise ValueError(f"OneBit: text must look like 'onebit', 'onebit-128' or 'onebit-tensor', got {text!r}")
+        bucket = match[1] or DEFAULT
         return cls(int(bucket) if bucket.isdigit() else bucket)  # type: ignore[arg-type]
 
     def for_shape(self, shape: tuple[int, ...]) -> OneBit:

@@ -10,12 +10,12 @@ from typing import Any, Literal
 import numpy as np
 
 from horovod_aps.formats.buckets import MAX_BUCKET, BucketFormat, Codes, Floats, bucket_sums, checked_int
-from horovod_aps.kernels.codecs import Random
+from horovod_aps.kernels.codecs import Random, random_bits
 from horovod_aps.kernels.segments import FAMILY_QSGD, Table
 
 BUCKET = 512
 NORMS = ("max", "l2")
-FRACTION = 24  # bits of a level that are rounded away at random
+FRACTION = 16  # bits of a level that are rounded away at random
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -27,14 +27,15 @@ class QSGD(BucketFormat):
     number). No element exceeds it. The usual buckets are 128 elements at 2 bits and 512 at 4 and 8.
 
     Level of x, in float32, every operation rounded: y = min(|x|p · (s / (scale p)), s); p is 1, or 2^64 for a scale
-    below 2^-64, or 2^-64 for one above 2^64, so that nothing overflows. With u, the upper 24 of 31 random bits, the
-    level is floor((floor(2^24 y) + u) / 2^24), which is right on average to within 2^-24 of a level and never above s.
+    below 2^-64, or 2^-64 for one above 2^64, so that nothing overflows. With 16 random
+    bits u the level is floor((rint(2^16 y) + u) / 2^16), which is right on average to within 2^-17 of a level and never
+    above s.
     Value of level l: scale · (l · (1/s)) in float32, so that level s is the scale itself. A code is
     sign << (bits-1) | level. A bucket of zeros has scale 0 and codes 0.
 
-    Always stochastic: the same seed gives the same result. The random bits are those of stochastic rounding to floats,
-    by the element's index in its layer, and so the same for every number of threads and every layout. A bucket with NaN
-    or Inf has the scale NaN and decodes to NaN; in an exchange the whole layer does.
+    Always stochastic: the same seed gives the same result. The random bits go by the element's index in its layer, and
+    are so the same for every number of threads and every layout. A bucket with NaN or Inf has the scale NaN and decodes
+    to NaN; in an exchange the whole layer does.
     """
 
     n_bits: int
@@ -100,6 +101,10 @@ class QSGD(BucketFormat):
         """Codes of `quantize(x)` as uint8, shaped like x, and the float32 scales of the buckets."""
         return self._encode_array(x, _checked_seed(seed))
 
+    def random_bits(self, n: int, seed: int | None, uid: int = 0, first: int = 0) -> Random:
+        """16 uniform bits for each element; None without a seed."""
+        return random_bits(n, seed, uid, first, bits=FRACTION)
+
     # ---- the arithmetic -------------------------------------------------------------------------------------
 
     def _scales(self, buckets: Floats, n: int) -> Floats:
@@ -116,8 +121,8 @@ class QSGD(BucketFormat):
         step = np.float32(self.levels) / np.where(scales == 0, one, scales * power)
         y = (np.abs(values) * power) * step
         y = np.where(y < self.levels, y, np.float32(self.levels))
-        fixed = (y * np.float32(2.0**FRACTION)).astype(np.uint32)
-        draw = np.uint32(1 << (FRACTION - 1)) if random is None else random >> np.uint32(31 - FRACTION)
+        fixed = np.rint(y * np.float32(2.0**FRACTION)).astype(np.uint32)
+        draw = np.uint32(1 << (FRACTION - 1)) if random is None else random
         codes = (fixed + draw) >> np.uint32(FRACTION) | np.signbit(values).astype(np.uint32) << (self.bits - 1)
         return np.where(scales == 0, np.uint32(0), codes).astype(np.uint8)
 

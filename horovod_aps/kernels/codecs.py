@@ -46,12 +46,29 @@ class HostCodec(Hashable, Protocol):
         ...
 
     def encode_segment(self, values: Values, exponent: int, random: Random) -> Bytes:
-        """`bytes_for(len(values))` bytes; random: 31 uniform bits for each element, or None to round to nearest."""
+        """`bytes_for(len(values))` bytes; random: of `random_bits`, or None to round to nearest."""
         ...
 
     def decode_segment(self, data: Bytes, n_elements: int, exponent: int) -> Values:
         """The values that the bytes stand for, in true units."""
         ...
+
+    def random_bits(self, n: int, seed: int | None, uid: int, first: int) -> Random:
+        """What is drawn for n elements of a layer, from its element `first` on; see the function."""
+        ...
+
+
+def random_bits(n: int, seed: int | None, uid: int = 0, first: int = 0, bits: int = 31) -> Random:
+    """31 or 16 uniform bits for n elements of layer `uid`, from its element `first` on, as the kernels draw them.
+
+    None without a seed.
+    """
+    if seed is None:
+        return None
+    out = np.empty(n, np.uint32)
+    draw = library().aps_random_array if bits == 31 else library().aps_random16_array
+    draw(out.ctypes.data, n, seed & (2**64 - 1), uid, first)
+    return out
 
 
 _codecs: list[HostCodec] = []
@@ -177,12 +194,8 @@ class Segment:
         out[:] = 0 if values is None else self.codec.encode_segment(values, self.exponent, self._random(seed))
 
     def _random(self, seed: int | None) -> Random:
-        if seed is None or not self._draws:
-            return None
-        out = np.empty(self.n, np.uint32)
         uid, first = int(self._record["uid"]), int(self._record["first"])
-        library().aps_random_array(out.ctypes.data, self.n, seed & (2**64 - 1), uid, first)
-        return out
+        return self.codec.random_bits(self.n, seed if self._draws else None, uid, first)
 
     def _values(self, message: int) -> Values:
         """What one message says; zeros and NaN where there was nothing to encode."""

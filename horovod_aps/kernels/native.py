@@ -39,6 +39,7 @@ SIGNATURES = {
     "aps_quantize_array": [_PTR, _PTR, _I64, _I32, _I32, _I32, _I32, _I32, _U64],
     "aps_register_table": [_PTR, _PTR, _I64],
     "aps_random_array": [_PTR, _I64, _U64, _U32, _I64],
+    "aps_random16_array": [_PTR, _I64, _U64, _U32, _I64],
     "aps_set_flag": [_PTR, _I64, _I64, _I64, _I64, _PTR],
     "aps_bell": [_PTR],
     "aps_rest": [_PTR, _I64, _I64],

@@ -164,20 +164,22 @@ def speeds(device: Any, n: int = N_TIMED) -> Iterator[str]:
         yield f"{name}: {mine / 1e9:.0f} GB/s, {mine / rate:.0%} of the copy"
 
 
-# ---- two ranks on one device ------------------------------------------------------------------------------
+# ---- several ranks ----------------------------------------------------------------------------------------
 
 
 def as_rank(framework: str) -> int:
-    """One of two ranks: an all-reduce on the GPU must give the bits of one on the CPU."""
-    x = np.random.default_rng(int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))).standard_normal(100_003)
-    x = x.astype(np.float32)
+    """One of several ranks: an all-reduce on the GPU must give the bits of one on the CPU. Four count to two hosts."""
+    rank, size = (int(os.environ.get(f"OMPI_COMM_WORLD_{name}", "0")) for name in ("RANK", "SIZE"))
+    if size == 4:
+        os.environ["HOROVOD_APS_HOST"] = f"half{rank // 2}"
+    x = np.random.default_rng(rank).standard_normal(100_003).astype(np.float32)
     if framework == "torch":
         torch, hvd = importlib.import_module("torch"), importlib.import_module("horovod.torch")
         aps = importlib.import_module("horovod_aps.torch")
         hvd.init()
         compressor = aps.APSCompressor(4, 3)
         expected = hvd.allreduce(torch.from_numpy(x), name="cpu", compression=aps.APSCompressor(4, 3)).numpy()
-        on_gpu = torch.from_numpy(x).cuda(0)
+        on_gpu = torch.from_numpy(x).cuda(rank % n_devices())
         for _ in range(3):
             found = hvd.allreduce(on_gpu, name="gpu", compression=compressor).cpu().numpy()
     else:
@@ -189,7 +191,8 @@ def as_rank(framework: str) -> int:
         compressor = aps.APSCompressor(4, 3)
         with tf.device("/CPU:0"):
             expected = hvd.allreduce(tf.constant(x), name="cpu", compression=aps.APSCompressor(4, 3)).numpy()
-        with tf.device(importlib.import_module("horovod_aps.tensorflow.devices").gpus()[0]):
+        gpus = importlib.import_module("horovod_aps.tensorflow.devices").gpus()
+        with tf.device(gpus[rank % len(gpus)]):
             found = hvd.allreduce(tf.identity(tf.constant(x)), name="gpu", compression=compressor).numpy()
     same = found.tobytes() == expected.tobytes()
     way = compressor.stats()["hierarchy"]
@@ -197,14 +200,19 @@ def as_rank(framework: str) -> int:
     return 0 if same else 1
 
 
-def two_ranks(framework: str) -> Iterator[str]:
-    """Lines of two ranks that share the device."""
+def ranks(framework: str, n_ranks: int) -> Iterator[str]:
+    """Lines of several ranks; they share devices if there are not enough, which NCCL would refuse."""
     if importlib.util.find_spec(framework) is None or shutil.which("mpirun") is None:
         yield f"not run: no {framework} or no mpirun"
         return
-    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, "-m", MODULE]
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(n_ranks), sys.executable, "-m", MODULE]
+    environment = os.environ.copy()
+    if n_devices() < n_ranks:
+        environment.setdefault("HOROVOD_APS_GPU_WAY", "mpi")
     try:
-        done = subprocess.run([*command, "--rank", framework], capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            [*command, "--rank", framework], capture_output=True, text=True, timeout=300, env=environment
+        )
     except subprocess.TimeoutExpired:
         yield "FAILED: no end after 300 s"
         return
@@ -241,8 +249,9 @@ def sections(n_timed: int = N_TIMED) -> Iterator[tuple[str, Callable[[], Iterato
     yield "compiling", compiled
     yield "kernels against the CPU", lambda: compare(device)
     yield "speed", lambda: speeds(device, n_timed)
-    yield "two ranks, PyTorch", lambda: two_ranks("torch")
-    yield "two ranks, TensorFlow", lambda: two_ranks("tensorflow")
+    yield "two ranks, PyTorch", lambda: ranks("torch", 2)
+    yield "two ranks, TensorFlow", lambda: ranks("tensorflow", 2)
+    yield "four ranks as two hosts, PyTorch", lambda: ranks("torch", 4)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -27,6 +27,8 @@ from typing import Any
 
 import numpy as np
 
+from cuda_standin import sanitizer as sanitizers
+
 __version__ = "of the stand-in"
 MAX_ARGUMENTS = 12
 ARENA = 1 << 32  # bytes of address space
@@ -65,6 +67,8 @@ class _State:
         self.dying: list[tuple[int, np.ndarray]] = []  # pinned memory that was given back while something was queued
         self.free: dict[tuple[int, int], list[int]] = {}  # by stream and size
         self.streams: dict[int, _Stream] = {}
+        self.sanitizer = sanitizers.sanitizer()
+        self.sanitizer.poison(self.base, ARENA)
         self.reset(0)
 
     def reset(self, seed: int, eager: bool = False, limit: int = ARENA) -> None:
@@ -93,14 +97,21 @@ class _State:
             self.device_ranges[address] = size
             self.n_allocated += size
             self.counts["allocations"] += 1
-            spoil = lambda: ctypes.memset(address, 0xCD, size)  # noqa: E731
-            self.stream(stream).push("spoil", spoil)
+            owner = self.stream(stream)
+
+            def spoil() -> None:
+                self.sanitizer.unpoison(address, n_bytes)
+                self.sanitizer.set(owner.fiber, address, 0xCD, n_bytes)
+
+            owner.push("spoil", spoil)
             return address
 
     def release(self, address: int, stream: int) -> None:
         with self.lock:
             size = self.device_ranges.pop(address)
             self.n_allocated -= size
+            if sanitizers.KIND == "address":  # by then what its stream has queued is over
+                self.stream(stream).push("poison", lambda: self.sanitizer.poison(address, size))
             self.free.setdefault((stream, size), []).append(address)
 
     def kind_of(self, address: int, n_bytes: int) -> int:
@@ -120,16 +131,17 @@ class _State:
 
     def opened(self, run: Callable[[], Any]) -> None:
         """Run something as the device: its pages can be touched meanwhile."""
-        size = -(-self.used // PAGE) * PAGE
-        if size and not self.is_open:
-            _libc.mprotect(self.base, size, 3)
-        self.is_open += 1
-        try:
-            run()
-        finally:
-            self.is_open -= 1
+        with self.lock:
+            size = -(-self.used // PAGE) * PAGE
             if size and not self.is_open:
-                _libc.mprotect(self.base, size, 0)
+                _libc.mprotect(self.base, size, 3)
+            self.is_open += 1
+            try:
+                run()
+            finally:
+                self.is_open -= 1
+                if size and not self.is_open:
+                    _libc.mprotect(self.base, size, 0)
 
     # ---- streams ------------------------------------------------------------------------------------------
 
@@ -154,6 +166,13 @@ class _State:
         with self.lock:
             if not is_over():
                 self.opened(run)
+
+    def wait_for(self, streams: "list[_Stream]") -> None:
+        """Until nothing is queued on these, which comes before what the host does next."""
+        marks = [stream.leave_mark() for stream in streams]
+        self.until(lambda: not any(stream.queue for stream in streams))
+        for mark in filter(None, marks):
+            self.sanitizer.acquire(0, mark)
 
     def bury(self) -> None:
         """Have done with pinned memory that was given back, if nothing is queued that could use it."""
@@ -183,23 +202,34 @@ class _Stream:
 
     def __init__(self, ptr: int) -> None:
         self.ptr = ptr
-        self.queue: deque[tuple[str, Any]] = deque()
+        self.fiber = _state.sanitizer.fiber()
+        self.queue: deque[tuple[str, Any, int]] = deque()
         self.log: list[str] = []
 
     def push(self, what: str, run: Callable[[], Any]) -> None:
+        mark = _state.sanitizer.mark()
+        _state.sanitizer.release(0, mark)  # what the host has done by now comes first
         with _state.lock:
-            self.queue.append((what, run))
+            self.queue.append((what, run, mark))
             if _state.eager:
                 _state.until(lambda: not self.queue)
+
+    def leave_mark(self) -> int:
+        """A mark after all that is queued, if a sanitizer listens."""
+        mark: int = _state.sanitizer.mark()
+        if mark:
+            self.push("mark", lambda: _state.sanitizer.release(self.fiber, mark))
+        return mark
 
     def can_run(self) -> bool:
         if not self.queue:
             return False
-        what, payload = self.queue[0]
+        what, payload, _ = self.queue[0]
         return what != "wait" or payload()
 
     def run_one(self) -> None:
-        what, run = self.queue.popleft()
+        what, run, mark = self.queue.popleft()
+        _state.sanitizer.acquire(self.fiber, mark)
         if what == "wait":
             return
         try:
@@ -251,7 +281,7 @@ def enqueue(stream: int, run: Callable[[], Any]) -> None:
 
 def drain() -> None:
     """Let the device finish; not counted, for tests that look at memory."""
-    _state.until(lambda: not any(stream.queue for stream in _state.streams.values()))
+    _state.wait_for([*_state.streams.values()])
     _state.progress()
 
 
@@ -325,8 +355,7 @@ class _StreamHandle:
 
     def synchronize(self) -> None:
         _state.counts["waits"] += 1
-        stream = _state.stream(self.ptr)
-        _state.until(lambda: not stream.queue)
+        _state.wait_for([_state.stream(self.ptr)])
         _state.progress()
 
     def record(self, event: "Event | None" = None) -> "Event":
@@ -338,8 +367,10 @@ class _StreamHandle:
         _state.counts["stream waits"] += 1
         if _state.drop_waits:
             return
-        version = event._recorded
-        _state.stream(self.ptr).push("wait", lambda: event._finished >= version)
+        version, mark, stream = event._recorded, event._mark, _state.stream(self.ptr)
+        stream.push("wait", lambda: event._finished >= version)
+        if mark:
+            stream.push("mark", lambda: _state.sanitizer.acquire(stream.fiber, mark))
 
 
 class Stream(_StreamHandle):
@@ -359,28 +390,36 @@ class ExternalStream(_StreamHandle):
 
 class Event:
     def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
-        self._recorded = self._finished = 0
+        self._recorded = self._finished = self._mark = 0
 
     def record(self, stream: _StreamHandle | None = None) -> None:
         _state.counts["events"] += 1
         self._recorded += 1
-        version = self._recorded
+        self._mark = _state.sanitizer.mark()
+        version, mark, where = self._recorded, self._mark, _state.stream(stream.ptr if stream is not None else 0)
 
         def reach() -> None:
+            _state.sanitizer.release(where.fiber, mark)
             self._finished = max(self._finished, version)
 
-        _state.stream(stream.ptr if stream is not None else 0).push("record", reach)
+        where.push("record", reach)
 
     @property
     def done(self) -> bool:
         _state.counts["queries"] += 1
         _state.progress()
-        return self._finished >= self._recorded
+        if self._finished < self._recorded:
+            return False
+        if self._mark:
+            _state.sanitizer.acquire(0, self._mark)
+        return True
 
     def synchronize(self) -> None:
         _state.counts["waits"] += 1
         version = self._recorded
         _state.until(lambda: self._finished >= version)
+        if self._mark:
+            _state.sanitizer.acquire(0, self._mark)
         _state.progress()
 
 
@@ -432,18 +471,21 @@ class _Runtime:
         if kind == 2:
             ctypes.memset(dst, 0xA5, size)  # whoever reads too early reads this
 
+        owner = _state.stream(stream)
+
         def run() -> None:
             check()
-            ctypes.memmove(dst, src, size)
+            _state.sanitizer.copy(owner.fiber, dst, src, size)
 
-        _state.stream(stream).push("copy", run)
+        owner.push("copy", run)
 
     @staticmethod
     def memsetAsync(ptr: int, value: int, size: int, stream: int) -> None:  # noqa: N802
         _state.counts["memsets"] += 1
         if _state.kind_of(ptr, size) != DEVICE:
             raise IllegalAddress(f"memset of {ptr:#x}, which is not device memory")
-        _state.stream(stream).push("memset", lambda: ctypes.memset(ptr, value, size))
+        owner = _state.stream(stream)
+        owner.push("memset", lambda: _state.sanitizer.set(owner.fiber, ptr, value, size))
 
 
 # ---- compiling and launching ------------------------------------------------------------------------------
@@ -456,8 +498,9 @@ class nvrtc:  # noqa: N801 (CuPy's name)
     version = (12, 9)
 
     @staticmethod
-    def getVersion() -> tuple[int, int]:  # noqa: N802
-        return nvrtc.version
+    def getVersion() -> tuple[Any, ...]:  # noqa: N802
+        """Not that of any real one: what is compiled here must not be found in the cache there, nor the reverse."""
+        return (*nvrtc.version, "of the stand-in", _own_key())
 
     @staticmethod
     def createProgram(src: str, name: str, headers: list, include_names: list) -> dict[str, Any]:  # noqa: N802
@@ -481,6 +524,13 @@ class nvrtc:  # noqa: N801 (CuPy's name)
         prog.clear()
 
 
+def _own_key() -> str:
+    """Changes with all that goes into a "cubin" beside the kernels."""
+    parts = [os.environ.get("APS_STANDIN_FLAGS", ""), sanitizers.KIND]
+    parts += [(FOLDER / name).read_text() for name in ("shim.h", "runtime.cpp")]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
 def compile_for_host(code: str, options: tuple[str, ...], extra: tuple[str, ...] = ()) -> bytes:
     """The shared library of a kernel source; kept in memory of this machine by what it is made from."""
     assert "--fmad=false" in options
@@ -489,9 +539,8 @@ def compile_for_host(code: str, options: tuple[str, ...], extra: tuple[str, ...]
     flush = any(option.lstrip("-") in ("ftz=true", "use_fast_math") for option in options)
     parts = [
         code,
-        repr(sorted(extra)),
+        repr(sorted(extra)) + _own_key(),
         str(flush),
-        *((FOLDER / name).read_text() for name in ("shim.h", "runtime.cpp")),
     ]
     parts += [path.read_text() for one in includes for path in sorted(Path(one[2:]).glob("*.h"))]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
@@ -506,11 +555,14 @@ def compile_for_host(code: str, options: tuple[str, ...], extra: tuple[str, ...]
             command += ["-Wno-unknown-pragmas"]
             objects = [str(Path(folder) / "kernels.o"), str(Path(folder) / "runtime.o")]
             shim = ["-include", str(FOLDER / "shim.h"), *includes]
-            subprocess.run(
-                [*command, "-fsanitize=thread", *extra, *shim, "-c", str(source), "-o", objects[0]], check=True
-            )
-            subprocess.run([*command, "-c", str(FOLDER / "runtime.cpp"), "-o", objects[1]], check=True)
-            subprocess.run(["g++", "-shared", *objects, "-o", str(made)], check=True)
+            flags, plain = sanitizers.KERNEL_FLAGS, {**os.environ, "LD_PRELOAD": ""}
+            runtime = [*sanitizers.RUNTIME_FLAGS, str(FOLDER / "runtime.cpp")]
+            for arguments in (
+                [*command, *flags, *extra, *shim, "-c", str(source), "-o", objects[0]],
+                [*command, "-c", *runtime, "-o", objects[1]],
+                ["g++", "-shared", *objects, "-o", str(made)],
+            ):
+                subprocess.run(arguments, check=True, env=plain)
             os.replace(_copy(made, cache), library)
     return library.read_bytes() + (b"FLUSH" if flush else b"KEEPS")
 
@@ -550,6 +602,7 @@ class Function:
             slots[k] = int(argument) & (2**64 - 1)
         _state.counts["launches"] += 1
         _state.counts[self._name] += 1
+        owner = _state.stream(stream.ptr if stream is not None else getattr(_current, "streams", [0])[-1])
 
         def run() -> None:
             known = _state.known()
@@ -563,6 +616,7 @@ class Function:
                 len(known),
                 int(self._flush),
                 int(_state.looks_for_races),
+                ctypes.c_void_p(owner.fiber),
             )
             seen = dict(zip(_WORDS, (ctypes.c_uint64 * len(_WORDS)).from_address(found)))
             if seen["status"]:
@@ -573,8 +627,7 @@ class Function:
                 _state.kernel_bytes[f"{self._name} {word}"] += seen[word]
                 _state.kernel_bytes[word] += seen[word]
 
-        stream_ptr = stream.ptr if stream is not None else getattr(_current, "streams", [0])[-1]
-        _state.stream(stream_ptr).push(self._name, run)
+        owner.push(self._name, run)
 
 
 class Module:

@@ -1,6 +1,7 @@
 // Runs the threads of kernels as fibers, so that warps can shuffle, and looks at every access: `standin_access` stops
 // the kernel where a GPU would stop it (memory that no kernel can reach, an address that is not aligned), and where two
 // threads get in each other's way, and notes how many bytes were touched.
+#include <stdlib.h>
 #include <string.h>
 #include <ucontext.h>
 
@@ -31,7 +32,8 @@ static Standin standin;
 static const Range* ranges;
 static int n_ranges, last_range;
 static Lane lanes[WARP];
-static char stacks[WARP][STACK];
+static char (*stacks)[STACK];  // of the lanes; under the thread sanitizer every stream has its own
+enum { STACKS = WARP * STACK };
 static ucontext_t home;
 static int lane;
 static void (*the_kernel)();
@@ -48,7 +50,7 @@ static void stop(int status, uint64_t address, uint64_t size, bool is_write) {
 
 static void standin_access(void* where, uint64_t size, bool is_write) {
     const uint64_t at = (uint64_t)where;
-    if (at - (uint64_t)stacks < sizeof stacks || at - (uint64_t)&standin < sizeof standin) return;
+    if (at - (uint64_t)stacks < STACKS || at - (uint64_t)&standin < sizeof standin) return;
     if (at - (uint64_t)&threadIdx < sizeof(Dim3) || at - (uint64_t)&blockIdx < sizeof(Dim3) ||
         at - (uint64_t)&blockDim < sizeof(Dim3) || at - (uint64_t)&gridDim < sizeof(Dim3))
         return;
@@ -81,9 +83,16 @@ static void standin_access(void* where, uint64_t size, bool is_write) {
 
 void standin_vector(const void* where, uint64_t size, bool is_write) {
     const uint64_t at = (uint64_t)where;
-    if (at - (uint64_t)stacks >= sizeof stacks && at % size) stop(MISALIGNED, at, size, is_write);
+    if (at - (uint64_t)stacks >= STACKS && at % size) stop(MISALIGNED, at, size, is_write);
 }
 
+#ifdef STANDIN_THREAD
+extern "C" {
+void __tsan_write8(void*);
+void __tsan_switch_to_fiber(void*, unsigned);
+void* __tsan_get_current_fiber();
+}
+#elif !defined STANDIN_ADDRESS
 extern "C" {
 #define STANDIN_SIZE(n)                                                     \
     void __tsan_read##n(void* p) { standin_access(p, n, false); }           \
@@ -110,8 +119,14 @@ void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 }
+#else
+extern "C" void __asan_unpoison_memory_region(const volatile void*, size_t);
+#endif
 
 unsigned long long atomicMax(unsigned long long* where, unsigned long long value) {
+#ifdef STANDIN_THREAD
+    __tsan_write8(where);
+#endif
     const uint64_t races = standin.looks_for_races;
     standin.looks_for_races = 0;
     standin_access(where, 8, true);
@@ -173,9 +188,20 @@ static void call_kernel() {
     kernel(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11]);
 }
 
-// flush: subnormal floats count as zero, as after -ftz=true.
+static std::map<void*, void*> stacks_of;
+static void use_stacks_of(void* fiber) {
+    void*& memory = stacks_of[fiber];
+    if (!memory) memory = malloc(STACKS);
+    stacks = (char (*)[STACK])memory;
+#ifdef STANDIN_ADDRESS
+    __asan_unpoison_memory_region(stacks, STACKS);  // lanes that were stopped have left red zones there
+#endif
+}
+
+// flush: subnormal floats count as zero, as after -ftz=true. fiber: of the stream, if the thread sanitizer listens.
 extern "C" Standin* standin_launch(Kernel which, unsigned int grid, unsigned int block, const uint64_t* a,
-                                   const Range* known, int n_known, int flush, int races) {
+                                   const Range* known, int n_known, int flush, int races, void* fiber) {
+    use_stacks_of(fiber);
     memset(&standin, 0, sizeof standin);
     standin.looks_for_races = races;
     touched.clear();
@@ -186,9 +212,16 @@ extern "C" Standin* standin_launch(Kernel which, unsigned int grid, unsigned int
     const unsigned int before = __builtin_ia32_stmxcsr();
     __builtin_ia32_ldmxcsr(flush ? before | 0x8040u : before & ~0x8040u);
 #endif
+#ifdef STANDIN_THREAD
+    void* home_fiber = __tsan_get_current_fiber();
+    __tsan_switch_to_fiber(fiber, 1);
+#endif
     bool fine = true;
     for (blockIdx.x = 0; fine && blockIdx.x < grid; ++blockIdx.x)
         for (unsigned int first = 0; fine && first < block; first += WARP) fine = run_warp(first);
+#ifdef STANDIN_THREAD
+    __tsan_switch_to_fiber(home_fiber, 1);
+#endif
 #ifdef __x86_64__
     __builtin_ia32_ldmxcsr(before);
 #endif

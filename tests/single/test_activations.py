@@ -9,6 +9,7 @@ import pickle
 import threading
 import warnings
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -527,7 +528,7 @@ def test_auto_sets_the_share_of_the_momentum(model):
     saver = ActivationCompressor(model, optimizer, min_size=64, share=0.01)
     train(model, saver, optimizer, 4)
     layer = saver._by_name["left"]
-    size = float(optimizer.state[model.left.weight]["momentum_buffer"].abs().mean())
+    size = float(optimizer.state[model.left.weight]["momentum_buffer"].abs().mean()) / math.sqrt(1 - 0.9**8)
     assert layer.bound is not None and layer.share == pytest.approx(0.01, rel=1e-6)
     # Step 4 was measured: with its ΣL² and its momentum, the bound gives the share.
     squares = 3 * (0.01 * size / layer.bound) ** 2
@@ -536,6 +537,49 @@ def test_auto_sets_the_share_of_the_momentum(model):
     # A share twice as large is a bound twice as large, up to the cap.
     twice = bounds.bound_for(0.02, size, squares)
     assert twice == pytest.approx(2 * layer.bound)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_errors_of_the_momentum_are_the_same_share_in_the_first_steps(kind):
+    """Oracle: momentum of pure noise (gradients and errors alike), whose two deviations are measured."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.zeros(100_000))
+    twin = nn.Parameter(torch.zeros(100_000))
+    make_optimizer = {
+        "sgd": lambda p: torch.optim.SGD([p], 0.0, momentum=0.9),
+        "adam": lambda p: torch.optim.Adam([p], 0.0),
+    }[kind]
+    optimizer, errors = make_optimizer(weight), make_optimizer(twin)
+    shares = []
+    for step in range(1, 41):
+        weight.grad, twin.grad = torch.randn(100_000), torch.randn(100_000)
+        optimizer.step()
+        errors.step()
+        if step in (1, 2, 4, 40):
+            sigma = 0.01 * bounds.momentum(optimizer, weight) / bounds.grown(optimizer, weight, step)
+            error = sigma * bounds.momentum(errors, twin)  # of the momentum, if gradients err by sigma
+            shares.append(error / bounds.momentum(optimizer, weight))
+    assert max(shares) < 1.05 * min(shares)
+    # A momentum that was there before the saver is taken as it is.
+    assert bounds.grown(optimizer, weight, None) == 1.0
+    assert bounds.grown(torch.optim.SGD([weight], 0.1), weight, 3) == 1.0
+
+
+def test_momentum_that_was_loaded_is_taken_as_it_is(model):
+    """Two steps with the same gradients: one saver sees both, the other comes for the second."""
+    found = []
+    for comes_late in (False, True):
+        optimizer = torch.optim.SGD(model.parameters(), 0.0, momentum=0.9)
+        saver = ActivationCompressor(model, optimizer, min_size=64)
+        for step in range(2):
+            x, y = pictures(seed=0)
+            optimizer.zero_grad()
+            with nullcontext() if comes_late and not step else saver:
+                loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+        found.append(saver._by_name["left"].bound)
+    assert found[0] / found[1] == pytest.approx(1 / math.sqrt(1 - 0.9**4), rel=0.05)
 
 
 def test_bounds_are_refreshed_every_so_many_steps(model):

@@ -89,7 +89,7 @@ def test_bucket_sums_keep_their_order() -> None:
         assert found == total
 
 
-FORMATS = [QSGD(2, 128), QSGD(4), QSGD(7, 24, "l2"), QSGD(8), OneBit(), OneBit(27), OneBit("tensor"), OneBit("column")]
+FORMATS = [QSGD(2, 128), QSGD(4), QSGD(7, 24, "l2"), QSGD(8), OneBit(64), OneBit(27), OneBit("tensor"), OneBit()]
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
@@ -169,7 +169,7 @@ def test_text_names_the_format(fmt: formats.Format) -> None:
         (lambda: formats.parse("qsgd1"), "no format is called 'qsgd1'"),
         (lambda: QSGD(4).decode([16], np.ones(1, np.float32)), "codes must be in 0..15"),
         (lambda: QSGD(4).decode([1], np.ones(2, np.float32)), "scales must be float32 of shape \\(1,\\) for 1 codes"),
-        (lambda: OneBit().unpack(b"123", 1), "at least 9 bytes for n=1, got 3"),
+        (lambda: OneBit(64).unpack(b"123", 1), "at least 9 bytes for n=1, got 3"),
     ],
 )
 def test_bad_arguments_say_what_to_do(make, words: str) -> None:

@@ -15,7 +15,7 @@ import cuda_standin
 import numpy as np
 import pytest
 
-from horovod_aps.engine import layout
+from horovod_aps.engine import exchange, layout
 from horovod_aps.engine.exchange import Exchange, local_allreduce
 from horovod_aps.engine.layer import Layer
 from horovod_aps.engine.reductions.gather import Gather
@@ -104,6 +104,10 @@ def run(
     side: Any, n_ranks: int, options: Options, n_steps: int, exchanges: list[Exchange] | None = None
 ) -> tuple[list[np.ndarray], list[Exchange]]:
     """Results of `n_steps` exchanges in place, and the exchanges."""
+    if exchanges is None:
+        exchanges = [Exchange(side.kernels, one, options) for one in LocalTransport.world(n_ranks)]
+    for one in exchanges:
+        one.self_driven = True  # they share their kernels, so no other thread may look at any of them
     tensors = [side.tensors(rank) for rank in gradients(n_ranks, 0)]
     results = []
     for step in range(n_steps):
@@ -116,9 +120,8 @@ def run(
                     for i, (tensor, array) in enumerate(zip(mine, arrays))
                 ]
             )
-        exchanges = local_allreduce(layers, options, side.kernels, exchanges)
+        local_allreduce(layers, options, side.kernels, exchanges)
         results += [result for mine in tensors for result in side.results(mine)]
-    assert exchanges is not None
     return results, exchanges
 
 
@@ -226,6 +229,7 @@ def test_a_step_of_resnet50_waits_for_nothing(
     """
     monkeypatch.setattr(layout, "PIECE", layout.PIECE // SHRINK)
     monkeypatch.setattr(layout, "FIRST", layout.FIRST // SHRINK)
+    monkeypatch.setattr(exchange, "LOOK_SECONDS", 0.0)  # else a fast machine may have no look in all of backward
     cuda_standin.reset(4)
     shapes = [max(1, math.prod(shape) // SHRINK) for _, shape in MODELS["resnet50"]()]
     ranks = [Rank(transport, shapes) for transport in LocalTransport.world(n_ranks)]
@@ -258,6 +262,8 @@ def test_a_step_of_resnet50_waits_for_nothing(
 def by_owner(side: Any, n_ranks: int, options: Options, kind: type[Owners]) -> list[list[np.ndarray]]:
     """What every rank gets of layers that have owners, in place."""
     exchanges = [Exchange(side.kernels, one, options, choose_reduction=kind) for one in LocalTransport.world(n_ranks)]
+    for one in exchanges:
+        one.self_driven = True
     grads = gradients(n_ranks, 1)
     tensors = [side.tensors(rank) for rank in grads]
     layers = []

@@ -26,7 +26,7 @@ from horovod_aps.kernels.nvrtc import OPTIONS  # noqa: E402
 SIZES = [0, 1, 7, 8, 9, 1023, 1025, 4096, 4099]
 FORMATS = [(4, 3), (5, 2), (3, 0), (3, 2), (5, 10), (8, 7), (8, 23), (7, 23), (2, 12), (1, 2), (1, 6), (6, 1)]
 BUCKETS = [MX(4, 3), MX(2, 1, 8, True), DynamicTree(), TableFormat([-1, 0.1, 1]),
-           QSGD(8), QSGD(4, 64), QSGD(2, 128, "l2"), QSGD(5, 27, "l2"), QSGD(8, 5000, "l2"), OneBit(), OneBit(27),
+           QSGD(8), QSGD(4, 64), QSGD(2, 128, "l2"), QSGD(5, 27, "l2"), QSGD(8, 5000, "l2"), OneBit(64), OneBit(27),
            OneBit(300), OneBit(4096), OneBit("tensor")]  # fmt: skip
 LAUNCHES = [(32, 1), (256, 65535), (96, 3)]
 

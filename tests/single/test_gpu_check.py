@@ -57,5 +57,6 @@ def test_the_whole_of_it_runs_on_the_stand_in(tmp_path: Path) -> None:
     assert done.returncode == 0, text
     for title in ("machine", "compiling", "kernels against the CPU", "speed", "two ranks, PyTorch"):
         assert f"\n{title}\n" in text
-    assert text.count("of 2: as on the CPU; flat") == 4 and text.count("through pinned host memory") == 4, text
+    assert text.count("of 2: as on the CPU; flat") == 4 and text.count("through pinned host memory") == 8, text
+    assert text.count("of 4: as on the CPU; two-level by messages (2 hosts with 2 ranks)") == 4, text
     assert "FAILED" not in text and "not run" not in text

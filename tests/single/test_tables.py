@@ -62,6 +62,15 @@ def test_tables_have_the_published_errors(fmt: TableFormat) -> None:
         assert 50 < 100 * np.mean(np.abs(nearest - y) / y) / published * 100 < 82
 
 
+def test_one_divisor_comes_within_five_percent_of_the_published_errors() -> None:
+    """The largest of a million normal numbers; decades divide by 10. Nothing is fitted to a type."""
+    normal = np.abs(np.random.default_rng(0).standard_normal(10**6))
+    for fmt, published in PUBLISHED.items():
+        y = np.minimum(normal / (4.89 if fmt in DIVISORS else 10), 1)
+        magnitudes = fmt.values[fmt.values >= 0].astype(np.float64)
+        assert 100 * np.mean(np.abs(his_search(magnitudes, y) - y) / y) == pytest.approx(published[1], rel=0.05)
+
+
 def test_dynamic_tree_is_the_published_one() -> None:
     """126 magnitudes from the definition, 0 and 1; the numbers beside them are those of his table and thresholds."""
     values = DynamicTree().values

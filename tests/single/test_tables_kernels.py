@@ -45,6 +45,26 @@ def test_large_segments_are_the_same_on_any_number_of_threads(fmt: BucketFormat)
     buckets.test_large_segments_are_the_same_on_any_number_of_threads(fmt)
 
 
+@pytest.mark.parametrize("fmt", FORMATS[:8], ids=str)
+def test_large_segments_have_the_codes_of_numpy_around_every_boundary(fmt: TableFormat, variant: str) -> None:
+    """What is large is looked up by its own bits, not by its share of the scale: at scales that under- and overflow."""
+    n, rng = 1 << 17, np.random.default_rng(3)
+    for scale in np.float32([1, 0.3, 1.999, 3.4e38, 1e-38, 7e-45]):
+        values = fmt.values.astype(np.float64)
+        edges = np.append((values[1:] + values[:-1]) / 2, values) * float(scale)
+        edges = edges[np.abs(edges) <= scale].astype(np.float32)
+        near = [np.nextafter(edges, np.float32(side)) for side in (-np.inf, np.inf)]
+        x = np.concatenate([edges, *near, [-0.0, 1e-45, -1e-45, scale, -scale]]).astype(np.float32)
+        rest = rng.standard_normal(n - len(x)) * 10 ** rng.uniform(-8, 0, n - len(x)) * float(scale)
+        x = np.append(x, np.clip(rest, -scale, scale).astype(np.float32))
+        segs, message = np.zeros(1, K.SEGMENT), np.zeros(fmt.bytes_for(n), np.uint8)
+        fmt.describe(segs)
+        segs["data"], segs["n"] = x.ctypes.data, n
+        K.CpuKernels().scan(segs)
+        K.CpuKernels().encode(segs, message)
+        assert np.array_equal(message, fmt.encode_segment(x.astype(np.float64), 0, None))
+
+
 @pytest.mark.parametrize(
     "fmt, field, value, words",
     [
