@@ -17,6 +17,7 @@ from horovod_aps import config
 from horovod_aps.options import Options
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp")  # what both frameworks read
+backend = "horovod"  # or "ddp", once flags are parsed
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's colours
 
 
@@ -128,6 +129,16 @@ def add_compression_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--aps-report", metavar="FILE", help="write an HTML page on what was sent, layer by layer")
 
 
+def add_backend_flag(parser: argparse.ArgumentParser) -> None:
+    """--backend, for examples that also do without Horovod."""
+    parser.add_argument(
+        "--backend",
+        choices=("horovod", "ddp"),
+        default="horovod",
+        help="who averages gradients: Horovod, or PyTorch's DistributedDataParallel, started by torchrun",
+    )
+
+
 def add_training_flags(
     parser: argparse.ArgumentParser, *, epochs: int, batch_size: int, base_lr: float, warmup_epochs: float
 ) -> None:
@@ -184,6 +195,8 @@ def add_benchmark_flags(parser: argparse.ArgumentParser) -> None:
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse and check the flags; a wrong one ends the program before any rank waits for another."""
     args = parser.parse_args()
+    global backend
+    backend = getattr(args, "backend", backend)
     args.aps_overrides = _overrides(parser, args.aps_override)
     changed = [
         f"--{name.replace('_', '-')}"

@@ -18,6 +18,7 @@ from test_parallel import ENVIRONMENT, HOROVODRUN, ROOT, launch, run
 
 WORKER = ROOT / "tests" / "workers" / "ddp_worker.py"
 FILES = ("test_ddp.py", "test_ddp_hooks.py", "test_ddp_operations.py", "test_fsdp.py")
+SMALL, MOBILE = "--backend ddp --synthetic --max-steps 2 --batch-size 2", "lraspp_mobilenet_v3_large"
 THREE_RANKS = "simulation or 200 or groups or join or unused or options or shard or operations"
 TORCHRUN = [str(HOROVODRUN.with_name("torchrun")), "--nproc-per-node", "2"]
 
@@ -111,8 +112,13 @@ def test_survivors_of_a_killed_rank_end_with_an_error(n_ranks, tmp_path):
 @pytest.mark.parametrize(
     "script, wanted",
     [
-        ("ddp_digits.py --max-steps 60 --aps-allreduce", r"step 60: test accuracy [5-9]\d.*\n.* 0\.25\d of"),
+        ("ddp_digits.py --max-steps 60 --aps-allreduce", r"step 60: test accuracy [5-9]\d.* on all 360 i.*\n.* 0\.25\d of"),
         ("ddp_digits.py --max-steps 3 --synthetic --fp16-allreduce", r"step 3: test accuracy"),
+        (
+            f"pytorch_imagenet_resnet50.py {SMALL} --model resnet18 --image-size 32 --aps-allreduce",
+            r"step 2, .*\n.* 0\.25\d of",
+        ),
+        (f"pytorch_segmentation_fcn.py {SMALL} --model {MOBILE} --crop 64 64 --fp16-allreduce", r"step 2, .* mean IoU"),
         ("ddp_lightning.py", r"rank [01]: error \d\.\d+e-(0[3-9]|1\d), bytes 0\.25\d of"),
         ("ddp_accelerate.py", r"rank [01]: error \d\.\d+e-(0[3-9]|1\d), bytes 0\.25\d of"),
         ("ddp_ray.py", r"rank [01]: error \d\.\d+e-(0[3-9]|1\d), bytes 0\.25\d of"),
@@ -120,7 +126,7 @@ def test_survivors_of_a_killed_rank_end_with_an_error(n_ranks, tmp_path):
 )
 def test_examples(script, wanted):
     name, *arguments = script.split()
-    if name != "ddp_digits.py":
+    if name.startswith("ddp_") and name != "ddp_digits.py":
         pytest.importorskip(name.removeprefix("ddp_").removesuffix(".py").replace("lightning", "pytorch_lightning"))
     launcher = [sys.executable] if name == "ddp_ray.py" else TORCHRUN
     code, output = run([*launcher, str(ROOT / "examples" / "pytorch" / name), *arguments], 120, {})

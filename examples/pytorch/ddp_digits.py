@@ -130,7 +130,8 @@ def main(args: argparse.Namespace) -> None:
                 break
         top1 = accuracy(model.module, test_loader, device)
         if rank == 0:
-            print(f"step {step}: test accuracy {top1:.2%}", flush=True)
+            judged = common.judged_on(len(test_data), len(test_data), made_up=False)
+            print(f"step {step}: test accuracy {top1:.2%} {judged}", flush=True)
     common.finish(args, state, rank)
     dist.destroy_process_group()
 

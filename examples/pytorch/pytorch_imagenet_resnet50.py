@@ -3,6 +3,7 @@
     horovodrun -np 2 python examples/pytorch/pytorch_imagenet_resnet50.py \\
         --train-dir imagenet/train --val-dir imagenet/val --aps-allreduce --aps-exp-bits 4 --aps-man-bits 3
 
+Without Horovod: torchrun --nproc-per-node 2 examples/pytorch/pytorch_imagenet_resnet50.py --backend ddp ...
 Needs training.py beside it and common.py one folder up.
 """
 
@@ -29,18 +30,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--weight-decay", type=float, default=5e-5)
     common.add_training_flags(parser, epochs=90, batch_size=32, base_lr=0.0125, warmup_epochs=5)
     common.add_compression_flags(parser)
+    common.add_backend_flag(parser)
     return common.parse(parser)
 
 
 if __name__ == "__main__":
     ARGS = parse()  # before the frameworks, whose import takes seconds: --help and a wrong flag need not wait
 
-import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
 import training
-
-from horovod_aps.torch import APSCompressor
+from training import hvd
 
 with common.needs_torchvision():
     from torchvision import datasets, models, transforms
@@ -87,7 +87,7 @@ def evaluate(model: torch.nn.Module, loader: Any, device: torch.device) -> tuple
 def main(args: argparse.Namespace) -> None:
     if args.model not in models.list_models(module=models):
         common.refuse(f"--model must be a torchvision classifier such as resnet18 or vgg16, got {args.model!r}")
-    # Horovod: initialize library.
+    # Horovod, or DDP: initialize library.
     hvd.init()
     device = training.pick_device(args)
     with common.checks(hvd):
@@ -99,9 +99,8 @@ def main(args: argparse.Namespace) -> None:
     optimizer: Any = torch.optim.SGD(
         model.parameters(), lr=args.base_lr, momentum=args.momentum, weight_decay=args.weight_decay
     )
-    # Horovod: wrap the optimizer; this is where the gradients' format is chosen.
-    compression = common.compression(args, hvd.Compression, APSCompressor)
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
+    # Horovod wraps the optimizer, DDP the model; this is where the gradients' format is chosen.
+    forward, optimizer, compression = training.distribute(args, model, optimizer)
     step = training.restore(args, model, optimizer, amp, compression)
     log = training.Log(args.log_dir)
     n_batches = len(train_loader)
@@ -121,7 +120,7 @@ def main(args: argparse.Namespace) -> None:
                 images, labels = images.to(device), labels.to(device)
                 optimizer.zero_grad()
                 with amp.autocast():
-                    loss = F.cross_entropy(logits(model(images)), labels)
+                    loss = F.cross_entropy(logits(forward(images)), labels)
                 amp.step(loss, optimizer)
                 train_loss.update(loss.detach(), len(labels))
                 step += 1
@@ -146,3 +145,5 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     main(ARGS)
+    if ARGS.backend == "ddp":
+        hvd.shutdown()  # when the model is gone: after it, DDP with PyTorch's fp16 hook now and then hangs in its end

@@ -3,6 +3,7 @@
     horovodrun -np 2 python examples/pytorch/pytorch_segmentation_fcn.py --data-dir camvid --layout folder \\
         --crop 176 240 --aps-allreduce --aps-exp-bits 4 --aps-man-bits 3
 
+Without Horovod: torchrun --nproc-per-node 2 examples/pytorch/pytorch_segmentation_fcn.py --backend ddp ...
 Needs training.py beside it, and common.py and segmentation_data.py one folder up.
 """
 
@@ -36,6 +37,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--weight-decay", type=float, default=1e-4)
     common.add_training_flags(parser, epochs=60, batch_size=4, base_lr=0.01, warmup_epochs=1)
     common.add_compression_flags(parser)
+    common.add_backend_flag(parser)
     args = common.parse(parser)
     if args.model.startswith("deeplab") and args.batch_size < 2:
         parser.error("--batch-size must be at least 2 for DeepLab, whose image pooling normalises over the batch")
@@ -45,13 +47,11 @@ def parse() -> argparse.Namespace:
 if __name__ == "__main__":
     ARGS = parse()  # before the frameworks, whose import takes seconds: --help and a wrong flag need not wait
 
-import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
 import training
 from torch.utils.data import Dataset
-
-from horovod_aps.torch import APSCompressor
+from training import hvd
 
 with common.needs_torchvision():
     from torchvision.models import segmentation
@@ -80,7 +80,8 @@ def make_model(args: argparse.Namespace, n_classes: int) -> torch.nn.Module:
 def pixel_loss(output: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
     """Cross-entropy over the pixels that have a class, plus 0.4 of the auxiliary classifier's."""
     if not (labels != segmentation_data.VOID).any():
-        return 0.0 * output["out"].sum()  # the mean over no pixels would be NaN
+        # The mean over no pixels would be NaN; all outputs, for DDP waits for the gradients of all.
+        return sum(0.0 * logits.sum() for logits in output.values())  # type: ignore[return-value]
     losses = {
         name: F.cross_entropy(logits.float(), labels, ignore_index=segmentation_data.VOID)
         for name, logits in output.items()
@@ -102,7 +103,7 @@ def evaluate(model: torch.nn.Module, loader: Any, device: torch.device, n_classe
 
 
 def main(args: argparse.Namespace) -> None:
-    # Horovod: initialize library.
+    # Horovod, or DDP: initialize library.
     hvd.init()
     device = training.pick_device(args)
     with common.checks(hvd):
@@ -120,9 +121,8 @@ def main(args: argparse.Namespace) -> None:
     model = make_model(args, n_classes).to(device)
     amp = training.MixedPrecision(args.mixed_precision, device)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=args.base_lr, momentum=0.9, weight_decay=args.weight_decay)
-    # Horovod: wrap the optimizer; this is where the gradients' format is chosen.
-    compression = common.compression(args, hvd.Compression, APSCompressor)
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
+    # Horovod wraps the optimizer, DDP the model; this is where the gradients' format is chosen.
+    forward, optimizer, compression = training.distribute(args, model, optimizer)
     step = training.restore(args, model, optimizer, amp, compression)
     log = training.Log(args.log_dir)
     n_batches = len(train_loader)
@@ -142,7 +142,7 @@ def main(args: argparse.Namespace) -> None:
                 images, labels = images.to(device), labels.to(device)
                 optimizer.zero_grad()
                 with amp.autocast():
-                    output = model(images)
+                    output = forward(images)
                 loss = pixel_loss(output, labels)
                 amp.step(loss, optimizer)
                 train_loss.update(loss.detach(), len(labels))
@@ -165,3 +165,5 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     main(ARGS)
+    if ARGS.backend == "ddp":
+        hvd.shutdown()  # when the model is gone: after it, DDP with PyTorch's fp16 hook now and then hangs in its end

@@ -1,4 +1,7 @@
-"""What the PyTorch examples share: devices, mixed precision, sums over ranks, checkpoints, TensorBoard."""
+"""What the PyTorch examples share: devices, mixed precision, sums over ranks, checkpoints, TensorBoard.
+
+`hvd` is Horovod, or with --backend ddp what stands for it. Needs distributed.py beside it for that.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import common
-import horovod.torch as hvd
 import numpy as np
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Subset
 from torch.utils.data.distributed import DistributedSampler
 
-from horovod_aps.torch import APSCompressor
+hvd: Any
+Compressor: Any
+if common.backend == "ddp":
+    import distributed as hvd
+
+    from horovod_aps.ddp import APSState as Compressor
+    from horovod_aps.ddp import aps_hook
+else:
+    import horovod.torch as hvd
+
+    from horovod_aps.torch import APSCompressor as Compressor  # before hvd.init(), for it says how MPI is to wait
 
 
 def pick_device(args: argparse.Namespace) -> torch.device:
@@ -28,6 +42,24 @@ def pick_device(args: argparse.Namespace) -> torch.device:
     # Horovod: pin GPU to local rank.
     torch.cuda.set_device(hvd.local_rank())
     return torch.device("cuda", hvd.local_rank())
+
+
+def distribute(args: argparse.Namespace, model: torch.nn.Module, optimizer: Any) -> tuple[torch.nn.Module, Any, Any]:
+    """What to call in the forward pass, the optimizer, and the compressor: here the gradients' format is chosen."""
+    if common.backend == "ddp":
+        # DDP: wrap the model; the hook comes after that.
+        has_aux = args.model.startswith(("inception", "googlenet"))  # whose outputs the loss leaves out
+        wrapped = DistributedDataParallel(model, find_unused_parameters=has_aux)
+        state = common.compression(args, None, Compressor) if args.aps_allreduce else None
+        if args.aps_allreduce:
+            wrapped.register_comm_hook(state, aps_hook)
+        elif args.fp16_allreduce:
+            wrapped.register_comm_hook(None, fp16_compress_hook)
+        return wrapped, optimizer, state
+    # Horovod: wrap the optimizer.
+    compression = common.compression(args, hvd.Compression, Compressor)
+    named = model.named_parameters()
+    return model, hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression), compression
 
 
 def seed_of(*numbers: int) -> int:
@@ -78,7 +110,7 @@ def loaders(
         # fork is unsafe once MPI or CUDA threads run. Workers live for one epoch, as a dataset may depend on it;
         # what takes long to import is imported once.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["horovod.torch", "torchvision"])
+        context.set_forkserver_preload(["torchvision", *(["horovod.torch"] if common.backend == "horovod" else [])])
         options["multiprocessing_context"] = context
     # Horovod: every rank trains on its own share ...
     sampler = Sampler(train, num_replicas=hvd.size(), rank=hvd.rank(), seed=args.seed)
@@ -122,10 +154,13 @@ class MixedPrecision:
     def step(self, loss: torch.Tensor, optimizer: Any) -> None:
         """Backward pass and update; a step in which any rank overflowed is skipped by all."""
         self.scaler.scale(loss).backward()
-        # Horovod: the gradients must be averaged before the scaler looks for infinities in them.
-        optimizer.synchronize()
-        with optimizer.skip_synchronize():
+        if common.backend == "ddp":  # has averaged them in backward
             self.scaler.step(optimizer)
+        else:
+            # Horovod: the gradients must be averaged before the scaler looks for infinities in them.
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                self.scaler.step(optimizer)
         self.scaler.update()
 
 
@@ -155,7 +190,7 @@ def save_checkpoint(
     """
     if path is None:
         return
-    if isinstance(compression, APSCompressor):
+    if hasattr(compression, "state_dict"):
         _save({"step": step, "compressor": compression.state_dict()}, _own(path))
     if hvd.rank() == 0:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
@@ -199,7 +234,7 @@ def restore(
     if has_state:
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    if step and isinstance(compression, APSCompressor) and _own(args.checkpoint).exists():
+    if step and hasattr(compression, "load_state_dict") and _own(args.checkpoint).exists():
         own = torch.load(_own(args.checkpoint), weights_only=True)
         if own["step"] == step:
             compression.load_state_dict(own["compressor"])

@@ -42,7 +42,7 @@ class Meeting:
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
-        self._group, self._device = group, device
+        self._device = device
         self.members = tuple(dist.get_process_group_ranks(group))
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._store = group.get_group_store()
