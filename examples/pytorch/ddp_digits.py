@@ -133,8 +133,8 @@ def main(args: argparse.Namespace) -> None:
             judged = common.judged_on(len(test_data), len(test_data), made_up=False)
             print(f"step {step}: test accuracy {top1:.2%} {judged}", flush=True)
     common.finish(args, state, rank)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(ARGS)
+    dist.destroy_process_group()  # once the model is gone: its hooks may still hold the group
