@@ -172,7 +172,8 @@ def test_packaging_examples_extra_is_what_the_examples_import() -> None:
                 imported |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
                 imported.add(node.module.partition(".")[0])
-    ours = {"common", "pytorch_imagenet_resnet50", "training", "segmentation_data", "benchmarks", "horovod_aps"}
+    ours = {"common", "distributed", "pytorch_imagenet_resnet50", "training", "segmentation_data"}
+    ours |= {"benchmarks", "horovod_aps"}
     frameworks = {"torch", "torchvision", "tensorflow", "keras", "horovod", "accelerate", "pytorch_lightning", "ray"}
     wanted = imported - set(sys.stdlib_module_names) - ours - frameworks - {"numpy"}
     cfg = configparser.ConfigParser()
