@@ -157,14 +157,14 @@ class Cluster:
         np: int | None = None,
         env: Mapping[str, str] | None = None,
         timeout: float = 600.0,
-        extra_mca: Mapping[str, str] | None = None,
+        extra_mca: Mapping[str, str | None] | None = None,
         capture: bool = True,
     ) -> subprocess.CompletedProcess[str]:
         """Run argv on all hosts under Open MPI, one rank per host unless np says otherwise.
 
-        `env` is exported to the ranks. With `capture` the result holds stdout and stderr, else both go to
-        this process's own. Raises ClusterTimeout, with everything on the hosts killed, after `timeout`
-        seconds.
+        `env` is exported to the ranks. A parameter that is None in `extra_mca` is left to Open MPI. With `capture` the
+        result holds stdout and stderr, else both go to this process's own. Raises ClusterTimeout, with everything on
+        the hosts killed, after `timeout` seconds.
         """
         n_ranks = self.n_hosts if np is None else np
         command = [
@@ -194,7 +194,8 @@ class Cluster:
             # Without this the thread that waits in MPI keeps the others from the cores: all methods get slower.
             mca["mpi_yield_when_idle"] = "1"
         for key, value in (mca | dict(extra_mca or {})).items():
-            command += ["--mca", key, value]
+            if value is not None:
+                command += ["--mca", key, value]
         for key in env or {}:
             command += ["-x", key]
         return self._launch([*command, *argv], env, timeout, capture)
