@@ -27,7 +27,7 @@ from horovod_aps.kernels import FLOAT32 as FLOAT32_CODE
 from horovod_aps.transports.hosts import Hosts
 from horovod_aps.transports.memory import FILLED, READ, SCANNED, Need, Visit
 
-PIECE = 1 << 20  # elements that a rank puts into shared memory at once
+PIECE = 1 << 22  # elements that a rank puts into shared memory at once: a bucket of the default size
 DIRECT = 1 << 14  # elements from which it pays not to copy a segment of the own shard
 N_MEASURES = 4  # of `Kernels.measure`
 ALIGNMENT = 64  # bytes
