@@ -7,7 +7,7 @@ and is resumed when that is done.
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from horovod_aps.engine.layer import Layer
 from horovod_aps.engine.layout import BucketLayout, LayerSpec
 from horovod_aps.engine.pool import Lease
 from horovod_aps.engine.seeds import seed_of
-from horovod_aps.engine.statistics import exponent_histograms
+from horovod_aps.engine.statistics import N_BINS, exponent_histograms
 from horovod_aps.kernels import (
     DONE,
     EXP_NONFINITE,
@@ -35,6 +35,8 @@ from horovod_aps.transports.base import Request, Transport
 
 ACCUMULATE_CODES = {"float32": SUM_FLOAT, "format": SUM_FORMAT, "kahan": SUM_KAHAN}
 N_TAGS = 4  # that one bucket may use
+N_MEASURES = 4  # of `Kernels.measure`
+N_COLUMNS = N_MEASURES + N_BINS  # of what ranks measure for each other
 
 Steps = Generator[Request, None, None]
 
@@ -109,6 +111,21 @@ class Work:
         part.table["data"] = self.kernels.address(values) + (4 * starts).astype(np.uint64)
         part.table["dtype"] = FLOAT32
         return part
+
+    def put_measures(self, out: np.ndarray) -> None:
+        """Write what this rank has measured, a row of N_COLUMNS for each layer, for `take_measures`."""
+        out[:] = 0
+        if self.measured is not None:
+            np.add.at(out[:, :N_MEASURES], self.bucket.layer_of_segment, self.measured)
+            if self.histograms is not None:
+                out[:, N_MEASURES:] = self.histograms
+
+    def take_measures(self, parts: Sequence[np.ndarray] | np.ndarray) -> None:
+        """Have the sum of what several ranks have put, if asked to measure."""
+        if self.options.stats:
+            total = np.sum(parts, axis=0)
+            self.measured, self.measured_layers = total[:, :N_MEASURES], np.arange(len(total))
+            self.histograms = total[:, N_MEASURES:].astype(np.int64) if self.options.scaling else None
 
     def add_residuals(self) -> None:
         """With error feedback, add what earlier steps have lost of these segments; that sum is what is encoded."""

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 
 from horovod_aps.engine.layout import EXPONENT_BYTES, BucketLayout, LayerSpec, plan_buckets, shards_among
-from horovod_aps.engine.reductions.base import Reduction, Steps, Work
+from horovod_aps.engine.reductions.base import N_COLUMNS, Reduction, Steps, Work
 from horovod_aps.engine.reductions.scatter_gather import ScatterGather
 from horovod_aps.engine.reductions.swap import Swap
-from horovod_aps.engine.statistics import N_BINS
 from horovod_aps.formats import FLOAT32
 from horovod_aps.kernels import EXP_ZERO, ITEM_SIZES
 from horovod_aps.kernels import FLOAT32 as FLOAT32_CODE
@@ -29,7 +28,6 @@ from horovod_aps.transports.memory import FILLED, READ, SCANNED, Need, Visit
 
 PIECE = 1 << 22  # elements that a rank puts into shared memory at once: a bucket of the default size
 DIRECT = 1 << 14  # elements from which it pays not to copy a segment of the own shard
-N_MEASURES = 4  # of `Kernels.measure`
 ALIGNMENT = 64  # bytes
 
 
@@ -104,7 +102,7 @@ class TwoLevel(Reduction):
         self._pieces, self._part = _cut(bucket, hosts.n_places, hosts.place)
         n_layers = len(bucket.layers)
         self._exponents = 4 * n_layers
-        self._measures = 8 * n_layers * (N_MEASURES + N_BINS)
+        self._measures = 8 * n_layers * N_COLUMNS
         self._lay_out_slot(
             packed=int(bucket.shard_bytes[-1]) * (1 if self._scatter else hosts.n_hosts),
             sum_exponents=EXPONENT_BYTES * len(bucket.segments),
@@ -138,11 +136,11 @@ class TwoLevel(Reduction):
         inner = work.part(self._mine, self._rows, sums)
         yield from self._share_exponents(work, inner, visit)
         yield from self._exchange(inner, visit)
-        self._put_measures(inner, visit)
+        inner.put_measures(self._measures_of_all(visit)[self._hosts.place])
         visit.tell(FILLED)
         yield visit.all_told(FILLED)
         self._decode(work, visit)
-        self._take_measures(work, visit)
+        work.take_measures(self._measures_of_all(visit))
         visit.tell(READ)
 
     def _sum(self, work: Work, visit: Visit, sums: np.ndarray) -> Steps:
@@ -227,26 +225,10 @@ class TwoLevel(Reduction):
         else:
             work.kernels.decode(work.table, list(packed.reshape(self._hosts.n_hosts, -1)), work.mode)
 
-    # ---- what is measured of a layer is measured by several ranks of the host ---------------------------------
-
     def _measures_of_all(self, visit: Visit) -> np.ndarray:
+        """What is measured of a layer is measured by several ranks of the host."""
         n_places = self._hosts.n_places
-        return self._in_slot(visit, "measures").view(np.float64).reshape(n_places, -1, N_MEASURES + N_BINS)
-
-    def _put_measures(self, inner: Work, visit: Visit) -> None:
-        mine = self._measures_of_all(visit)[self._hosts.place]
-        mine[:] = 0
-        if inner.measured is None:
-            return
-        np.add.at(mine[:, :N_MEASURES], inner.bucket.layer_of_segment, inner.measured)
-        if inner.histograms is not None:
-            mine[:, N_MEASURES:] = inner.histograms
-
-    def _take_measures(self, work: Work, visit: Visit) -> None:
-        if work.options.stats:
-            total = self._measures_of_all(visit).sum(axis=0)
-            work.measured, work.measured_layers = total[:, :N_MEASURES], np.arange(len(total))
-            work.histograms = total[:, N_MEASURES:].astype(np.int64) if work.options.scaling else None
+        return self._in_slot(visit, "measures").view(np.float64).reshape(n_places, -1, N_COLUMNS)
 
 
 def in_two_levels(

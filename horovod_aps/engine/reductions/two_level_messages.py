@@ -18,17 +18,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from horovod_aps.engine.layout import WORD, BucketLayout, LayerSpec, lay_out_bucket, shards_among, split_into_buckets
-from horovod_aps.engine.reductions.base import Reduction, Steps, Work
+from horovod_aps.engine.reductions.base import N_COLUMNS, Reduction, Steps, Work
 from horovod_aps.engine.reductions.scatter_gather import ScatterGather
 from horovod_aps.engine.reductions.swap import Swap
-from horovod_aps.engine.statistics import N_BINS
 from horovod_aps.formats import FLOAT32
 from horovod_aps.kernels import EXP_ZERO
 from horovod_aps.kernels import FLOAT32 as FLOAT32_CODE
 from horovod_aps.transports.base import Request
 from horovod_aps.transports.hosts import Hosts
 
-N_MEASURES = 4  # of `Kernels.measure`
 MAX_BYTES = (1 << 31) - 1  # of the messages of one rank to its host; a larger bucket is exchanged flat
 
 
@@ -183,18 +181,12 @@ class TwoLevelByMessages(Reduction):
 
     def _share_measures(self, work: Work, inner: Work) -> Steps:
         """What is measured of a layer is measured by several ranks of the host."""
-        mine = np.zeros((len(work.layers), N_MEASURES + N_BINS))
-        if inner.measured is not None:
-            np.add.at(mine[:, :N_MEASURES], inner.bucket.layer_of_segment, inner.measured)
-            if inner.histograms is not None:
-                mine[:, N_MEASURES:] = inner.histograms
+        mine = np.empty((len(work.layers), N_COLUMNS))
+        inner.put_measures(mine)
         parts = [mine if rank == self._hosts.rank else np.empty_like(mine) for rank in self._near]
         work.owned += parts
         yield self._to_near(work, [part.reshape(-1).view(np.uint8) for part in parts], 3)
-        if work.options.stats:
-            total = np.sum(parts, axis=0)
-            work.measured, work.measured_layers = total[:, :N_MEASURES], np.arange(len(total))
-            work.histograms = total[:, N_MEASURES:].astype(np.int64) if work.options.scaling else None
+        work.take_measures(parts)
 
 
 def in_two_levels_by_messages(
