@@ -31,6 +31,20 @@ _NORMALISING = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
 
 
 @dataclass
+class Off:
+    """A batch norm's measurements for the places where the ReLU behind it is off."""
+
+    is_zero: bool = True
+    """No gradient came back there."""
+    squares: float = 0.0
+    """Sum of the squares of the loss gradient at the output, of all places."""
+    n_places: int = 0
+    """By channel."""
+    inverse: float = 0.0
+    """Root mean square over channels of 1 / standard deviation."""
+
+
+@dataclass
 class Layer:
     """What is known of one module, or of all tensors that no module saved (`module` is None)."""
 
@@ -45,6 +59,12 @@ class Layer:
     """Mean over the weights of ΣL², summed since the last step of the optimizer."""
     gradient: float = 0.0
     """Running mean of the weight's |gradient|, for optimizers without momentum."""
+    coarse: int = 0
+    """The bound is 2^coarse times as large where the ReLU behind a batch norm is off."""
+    predicts: bool = True
+    """Whether to predict what it saves paid when it was last tried."""
+    off: Off | None = None
+    """What is known of such places since the last step of the optimizer."""
     share: float | None = None
     """Predicted sigma over mean |momentum| (in the first steps: over that divided by `grown`) at the bound in use."""
 
@@ -132,6 +152,25 @@ def predicted_sigma(bound: float, squares: float) -> float:
     return bound * math.sqrt(squares / 3.0)
 
 
+def coarse_for(layer: Layer, off: Off, share: float, loss_scale: float) -> int:
+    """How many times the bound of a batch norm's input may be doubled where no gradient comes back.
+
+    There its errors do not reach the weight. They reach the gradient of the input, by the term of batch norm that is
+    -x · mean(L·x) for a normalised x: at most `share` of that gradient's root mean square, and no more than `MOST`
+    standard deviations.
+    """
+    weight = layer.weight
+    if not off.is_zero or weight is None or weight.grad is None or not (layer.bound and off.inverse and off.squares):
+        return 0
+    correlation = float(weight.grad.detach().float().square().mean().sqrt()) / off.n_places
+    rms = math.sqrt(off.squares / loss_scale**2 / off.n_places / weight.numel())
+    bound = MOST / off.inverse
+    if correlation > 0:
+        bound = min(bound, share * math.sqrt(3.0) * rms / correlation / off.inverse)
+    ratio = bound / layer.bound
+    return min(15, int(math.log2(ratio))) if math.isfinite(ratio) and ratio > 1 else 0
+
+
 def refresh(
     layer: Layer, optimizer: torch.optim.Optimizer, share: float, loss_scale: float, n_steps: int | None
 ) -> None:
@@ -140,6 +179,8 @@ def refresh(
     n_steps: how many steps the momentum has seen; None if it is older than the saver.
     """
     squares, layer.squares = layer.squares / loss_scale**2, 0.0
+    off, layer.off = layer.off, None
+    layer.coarse = 0
     weight = layer.weight
     if weight is None or not layer.has_theory:
         return
@@ -151,4 +192,5 @@ def refresh(
     if layer.scale:
         bound = min(bound, MOST * layer.scale)
     layer.bound = bound
+    layer.coarse = coarse_for(layer, off, share, loss_scale) if off is not None else 0
     layer.share = predicted_sigma(bound, squares) / size
