@@ -77,7 +77,7 @@ struct Baseline {
         }
         const int64_t at = begin - job.origin, n = job.n - job.origin;
         if (job.is_guided && p.mode != ACT_RAW) {
-            act_guided_restore(codes, job.guide, mask, job.predicted_at(begin), job.out, at, n);
+            act_guided_restore(codes, job.guide, mask, job.predicted_at(begin), job.out, begin, job.origin, job.n);
         } else {
             act_restore(in, p, codes, job.q, job.out, at, n);
         }
@@ -119,8 +119,8 @@ struct Avx2 {
         }
         if (job.is_guided) {
             const uint64_t mask = act_mask_word(job.mask, begin, job.n);
-            return decode_guided<DTYPE>(in, p, mask, job.predicted_at(begin), GuideConstants(job.guide), job.out,
-                                        begin - job.origin);
+            return decode_guided<DTYPE>(in, p, mask, job.predicted_at(begin), GuideConstants(job.guide), job.out, begin,
+                                        job.origin);
         }
         return decode_block<DTYPE>(in, p, Constants(job.q), job.out, begin - job.origin);
     }
@@ -304,7 +304,7 @@ int64_t Reader::open(const uint8_t* stream, int64_t size, int64_t n, int dtype, 
     const int flags = (hints && hints->mask ? ACT_MASKED : 0) | (hints && hints->n_sources ? ACT_PREDICTED : 0);
     if (header.magic != ACT_MAGIC || header.dtype != dtype || header.n != n || header.size != size ||
         header.n_chunks != n_chunks || !(header.bound >= 0.0f) || !(header.bound <= 2e30f) || header.flags != flags ||
-        header.coarse > ACT_MAX_COARSE) {
+        header.coarse > ACT_MAX_COARSE || (header.coarse && flags != ACT_MASKED)) {
         return ACT_MALFORMED;
     }
     const int64_t table = (int64_t)sizeof header;
@@ -409,7 +409,7 @@ int64_t aps_act_encode(const void* data, int64_t n, int dtype, double eb, const 
         return ACT_BAD_ARGUMENT;
     }
     const int flags = (hints && hints->mask ? ACT_MASKED : 0) | (hints && hints->n_sources ? ACT_PREDICTED : 0);
-    if (coarse && !(flags & ACT_MASKED)) return ACT_BAD_ARGUMENT;
+    if (coarse && flags != ACT_MASKED) return ACT_BAD_ARGUMENT;
     Job job;
     job.data = data;
     job.out = nullptr;

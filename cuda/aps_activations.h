@@ -8,7 +8,9 @@
 // of neighbours, or one bit per value and the codes of those that are not zero. Codes are stored as planes of bits.
 //
 // A guided stream is decoded beside what else is stored. A mask of bits: where it is off the bound is 2^coarse times as
-// large, and a block may take codes that are on and codes that are off apart. A prediction: code 0 is the predicted
+// large, and a block may take codes that are on and codes that are off apart. In bins that wide errors would follow the
+// values, so the bins of every value are shifted by a part of their width that changes from one to the next (dither; the
+// bin at zero is cut at zero, so that signs stay). A prediction: code 0 is the predicted
 // value itself, where that is near enough, other codes count bins from the one it is in.
 //
 // Stream: header, one uint32 per chunk with its size, chunks. Chunk: one uint16 per block, then what the blocks hold.
@@ -386,7 +388,7 @@ APS_FN void act_restore(const uint8_t* in, const ActPlan& p, const int* codes, c
 // ---------------------------------------------------------------------------------------------- guided blocks
 struct ActGuide {
     ActQuantizer on, off;
-    int predicts;
+    int predicts, dithers;
 };
 APS_FN ActGuide act_guide(float bound, double eb, int dtype, int coarse, int predicts) {
     ActGuide g;
@@ -394,7 +396,37 @@ APS_FN ActGuide act_guide(float bound, double eb, int dtype, int coarse, int pre
     g.on = act_quantizer(bound, eb, dtype);
     g.off = act_quantizer(bound * times, eb * (double)times, dtype);
     g.predicts = predicts;
+    g.dithers = coarse > 0;
+    if (g.dithers && bound > 0.0f) {  // room for the rounding of values
+        g.off.middle = bound * times * 0.9375f;
+        g.off.inverse = 0.5f / g.off.middle;
+    }
     return g;
+}
+// Where the second bin of value i begins; the first is below.
+APS_FN float act_shift(int64_t i, const ActQuantizer& q) {
+    return ((float)((uint32_t)i * 2654435769u >> 24) + 0.5f) * (q.middle * 0.0078125f);
+}
+APS_FN uint32_t act_dithered_value(int code, float shift, const ActQuantizer& q) {
+    const int c = code < 0 ? -code : code;
+    if (!c) return 0;
+    const float y = c == 1 ? 0.5f * shift : (float)(2 * c - 3) * q.middle + shift;
+    return act_narrow(y, q.dtype) | (code < 0 ? q.dtype == APS_F32 ? 0x80000000u : 0x8000u : 0u);
+}
+APS_FN int act_dithered_code(float x, float shift, const ActQuantizer& q, int* good) {
+    if (x == 0.0f) return 0;
+    const float a = aps_float(aps_bits(x) & 0x7fffffffu);
+    float t = (a - shift) * q.inverse;
+    t = t < (float)(ACT_MAX_CODE - 1) ? t : (float)(ACT_MAX_CODE - 1);  // NaN too
+    t = t > 0.0f ? t : 0.0f;
+    int c = (int)t;
+    c += t > (float)c;
+    ++c;
+    const float y = act_widen(act_dithered_value(c, shift, q), q.dtype);
+    float error = a - y;
+    error = error < 0.0f ? -error : error;
+    if (!(q.strict ? error < q.limit : error <= q.limit)) *good = 0;
+    return x < 0.0f ? -c : c;
 }
 // 64 bits of a mask of n; ones if there is none.
 APS_FN uint64_t act_mask_word(const uint8_t* mask, int64_t begin, int64_t n) {
@@ -408,8 +440,9 @@ APS_FN int act_is_near(float x, float y, const ActQuantizer& q) {
     return q.strict ? error < q.limit : error <= q.limit;
 }
 // p is a value of the dtype that is not NaN; it does not count where the mask is off.
-APS_FN int act_guided_code(float x, float p, int on, const ActGuide& g, int* good) {
+APS_FN int act_guided_code(float x, float p, int on, int64_t i, const ActGuide& g, int* good) {
     const ActQuantizer& q = on ? g.on : g.off;
+    if (g.dithers && !on) return act_dithered_code(x, act_shift(i, q), q, good);
     if (!g.predicts) return act_code(x, q, good);
     if (!on) p = 0.0f;
     if (act_is_near(x, p, q) && (x > 0.0f) == (p > 0.0f) && (x < 0.0f) == (p < 0.0f)) return 0;
@@ -418,8 +451,9 @@ APS_FN int act_guided_code(float x, float p, int on, const ActGuide& g, int* goo
     if (code >= ACT_MAX_CODE || code <= -ACT_MAX_CODE) *good = 0;
     return act_unskip(code);
 }
-APS_FN uint32_t act_guided_value(int code, float p, int on, const ActGuide& g) {
+APS_FN uint32_t act_guided_value(int code, float p, int on, int64_t i, const ActGuide& g) {
     const ActQuantizer& q = on ? g.on : g.off;
+    if (g.dithers && !on) return act_dithered_value(code, act_shift(i, q), q);
     if (!g.predicts) return act_value(code, q);
     if (!on) p = 0.0f;
     if (!code) return act_narrow(p, q.dtype);
@@ -433,7 +467,8 @@ APS_FN int act_guided_codes(const void* data, int64_t begin, int64_t n, const Ac
     for (int i = 0; i < ACT_BLOCK; ++i) {
         const float p = predicted ? act_widen(act_narrow(predicted[i], g.on.dtype), g.on.dtype) : 0.0f;
         const int on = (int)(mask >> i & 1u);
-        codes[i] = begin + i < n ? act_guided_code(act_load(data, g.on.dtype, begin + i), p, on, g, &good) : 0;
+        codes[i] =
+            begin + i < n ? act_guided_code(act_load(data, g.on.dtype, begin + i), p, on, begin + i, g, &good) : 0;
     }
     return good;
 }
@@ -479,11 +514,13 @@ APS_FN void act_read_split(const uint8_t* in, uint64_t mask, const ActPlan& p, i
     }
     for (int i = 0; i < ACT_BLOCK; ++i) codes[i] = act_wrap(codes[i] + (mask >> i & 1u ? base : p.off_base));
 }
+// The tensor's values from `origin` on are in out.
 APS_FN void act_guided_restore(const int* codes, const ActGuide& g, uint64_t mask, const float* predicted, void* out,
-                               int64_t begin, int64_t n) {
+                               int64_t begin, int64_t origin, int64_t n) {
     for (int i = 0; i < ACT_BLOCK && begin + i < n; ++i) {
         const float p = predicted ? act_widen(act_narrow(predicted[i], g.on.dtype), g.on.dtype) : 0.0f;
-        aps_store(out, g.on.dtype, begin + i, act_guided_value(codes[i], p, (int)(mask >> i & 1u), g));
+        const int on = (int)(mask >> i & 1u);
+        aps_store(out, g.on.dtype, begin - origin + i, act_guided_value(codes[i], p, on, begin + i, g));
     }
 }
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 START = 0.05  # of the tensor's rms: the bound of layers that have a theory before a gradient was seen
 OTHER = 0.002  # of the tensor's rms: the bound where there is no theory
 MOST = 0.5  # of the tensor's rms: wider bins would tell too little for errors to be uniform
+BEHIND = 0.25  # of the share, for errors that reach only the gradient behind a batch norm: they add up over layers
 KEPT = 0.9  # of the running mean of |gradient|
 
 _WEIGHTED = (nn.Linear, nn.modules.conv._ConvNd)
@@ -59,8 +60,10 @@ class Layer:
     """Mean over the weights of ΣL², summed since the last step of the optimizer."""
     gradient: float = 0.0
     """Running mean of the weight's |gradient|, for optimizers without momentum."""
-    coarse: int = 0
-    """The bound is 2^coarse times as large where the ReLU behind a batch norm is off."""
+    off_bound: float = 0.0
+    """Of a batch norm's input, where the ReLU behind it is off; 0: as elsewhere."""
+    follower: tuple[str, float] | None = None
+    """A layer whose tensor this one predicts, and which share of its bound pays as a bound here."""
     predicts: bool = True
     """Whether to predict what it saves paid when it was last tried."""
     off: Off | None = None
@@ -152,23 +155,27 @@ def predicted_sigma(bound: float, squares: float) -> float:
     return bound * math.sqrt(squares / 3.0)
 
 
-def coarse_for(layer: Layer, off: Off, share: float, loss_scale: float) -> int:
-    """How many times the bound of a batch norm's input may be doubled where no gradient comes back.
+def off_bound_for(layer: Layer, off: Off, share: float, loss_scale: float) -> float:
+    """The bound of a batch norm's input where no gradient comes back, 0 if it does.
 
     There its errors do not reach the weight. They reach the gradient of the input, by the term of batch norm that is
-    -x · mean(L·x) for a normalised x: at most `share` of that gradient's root mean square, and no more than `MOST`
-    standard deviations.
+    -x · mean(L·x) for a normalised x: at most `BEHIND` of the share of that gradient's root mean square, and no more
+    than `MOST` standard deviations.
     """
     weight = layer.weight
     if not off.is_zero or weight is None or weight.grad is None or not (layer.bound and off.inverse and off.squares):
-        return 0
+        return 0.0
     correlation = float(weight.grad.detach().float().square().mean().sqrt()) / off.n_places
     rms = math.sqrt(off.squares / loss_scale**2 / off.n_places / weight.numel())
     bound = MOST / off.inverse
     if correlation > 0:
-        bound = min(bound, share * math.sqrt(3.0) * rms / correlation / off.inverse)
-    ratio = bound / layer.bound
-    return min(15, int(math.log2(ratio))) if math.isfinite(ratio) and ratio > 1 else 0
+        bound = min(bound, BEHIND * share * math.sqrt(3.0) * rms / correlation / off.inverse)
+    return bound if math.isfinite(bound) else 0.0
+
+
+def coarse_for(off_bound: float, bound: float) -> int:
+    """How many times a bound may be doubled to stay within another."""
+    return min(15, int(math.log2(off_bound / bound))) if 0 < bound < off_bound else 0
 
 
 def refresh(
@@ -180,7 +187,7 @@ def refresh(
     """
     squares, layer.squares = layer.squares / loss_scale**2, 0.0
     off, layer.off = layer.off, None
-    layer.coarse = 0
+    layer.off_bound = 0.0
     weight = layer.weight
     if weight is None or not layer.has_theory:
         return
@@ -192,5 +199,5 @@ def refresh(
     if layer.scale:
         bound = min(bound, MOST * layer.scale)
     layer.bound = bound
-    layer.coarse = coarse_for(layer, off, share, loss_scale) if off is not None else 0
+    layer.off_bound = off_bound_for(layer, off, share, loss_scale) if off is not None else 0.0
     layer.share = predicted_sigma(bound, squares) / size

@@ -116,6 +116,8 @@ class Source:
     shift: torch.Tensor | None = None
     plane: int = 1
     """Value i belongs to channel i // plane % channels."""
+    name: str = ""
+    """Of the layer that the stream is from."""
 
 
 class _Hints(ctypes.Structure):

@@ -67,7 +67,7 @@ class Norm:
             plane = 1  # channels last
         else:
             return None
-        return codec.Source(entry.stream, self.scale, self.shift, plane)
+        return codec.Source(entry.stream, self.scale, self.shift, plane, entry.layer)
 
 
 @dataclass(eq=False)

@@ -29,6 +29,7 @@ from horovod_aps.activations.entries import MASK, NOTHING, SHAPE, VALUES, Entry,
 
 MIN_SIZE = 4096  # elements; what is smaller is kept as it is
 MIN_RATIO = 1.5  # a layer below it is warned of
+QUANTILE, SUM, FINER = 0.9, 0.6, 4.0
 _POOLS = (nn.MaxPool1d, nn.MaxPool2d)
 
 
@@ -302,6 +303,11 @@ class ActivationCompressor:
             other = self._by_name[name].bound
             if other is not None:
                 bound = min(bound, other)
+        if layer.follower is not None:
+            name, factor = layer.follower
+            other = self._by_name[name].bound
+            if other is not None and bound / FINER < factor * other < bound:
+                bound = factor * other
         return bound
 
     # ---- saving
@@ -394,6 +400,8 @@ class ActivationCompressor:
         used = entry.store_values(flat, bound, guide if layer.predicts or tries else None, both=tries)
         if guide is not None and tries:
             layer.predicts = used
+        if used and guide is not None:
+            self._tighten(guide, layer.name)
         if entry is self._pass.pending:
             self._pass.pending = None
 
@@ -401,12 +409,24 @@ class ActivationCompressor:
 
     def _wait(self, entry: Entry, layer: Layer, flat: Tensor) -> bool:
         """Whether a batch norm's input waits for the mask of the ReLU behind, which allows for a wider bound."""
-        if self._pass.norm is None or not layer.coarse or entry.need != NOTHING or flat.is_cuda:
+        if self._pass.norm is None or not layer.off_bound or entry.need != NOTHING or flat.is_cuda:
             return False
-        entry.need, entry.bound = VALUES, self._bound(layer, flat)
+        bound = self._bound(layer, flat)
+        coarse = bounds.coarse_for(layer.off_bound, bound)
+        if not coarse:
+            return False
+        entry.need, entry.bound = VALUES, bound
         entry.wait(flat)
-        self._pass.waiting.append(_Waiting(entry, flat, entry.bound, layer.coarse))
+        self._pass.waiting.append(_Waiting(entry, flat, bound, coarse))
         return True
+
+    def _tighten(self, guide: codec.Guide, name: str) -> None:
+        """Bounds of batch norms follow what they predict: a little finer, the prediction is near enough."""
+        for source in guide.sources:
+            layer = self._by_name.get(source.name)
+            if layer is not None and source.scale is not None:
+                size = float(source.scale.abs().quantile(QUANTILE))
+                layer.follower = (name, (SUM if len(guide.sources) > 1 else 1.0) / size) if size > 0 else None
 
     def _give_up(self, age: int, only: Entry | None = None) -> None:
         """Store what has waited for longer than that, or one entry, without a mask."""
