@@ -71,7 +71,7 @@ struct Baseline {
         int codes[ACT_BLOCK];
         const uint64_t mask = job.is_guided ? act_mask_word(job.mask, begin, job.n) : 0;
         if (p.mode == ACT_SPLIT) {
-            act_read_split(in, mask, p, codes);
+            if (!act_read_split(in, mask, p, codes)) return false;
         } else if (p.mode != ACT_RAW && !act_read(in, p, codes)) {
             return false;
         }

@@ -32,10 +32,12 @@ enum {
     ACT_SPARSE = 4,         // mask of what is not zero, planes of their codes, all of them positive
     ACT_SPARSE_SIGNED = 5,  // the same with signs, zigzag
     ACT_RAW = 6,            // 64 values as they are
-    ACT_SPLIT = 7,          // int16 base, planes of codes - base where the mask is on, then planes where it is off
+    ACT_SPLIT = 7,          // int16 base, planes of codes - base where the mask is on, then planes where it is off;
+                            // or, ACT_WITHIN, one bit where the mask is on, planes of codes that are not zero, zigzag
 };
 enum { ACT_MASKED = 1, ACT_PREDICTED = 2 };  // flags of guided streams
-enum { ACT_MAX_COARSE = 15, ACT_MAX_OFF_WIDTH = 7, ACT_OFF_BASE = 32 };
+enum { ACT_MAX_COARSE = 15, ACT_MAX_OFF_WIDTH = 6, ACT_OFF_BASE = 32 };
+enum { ACT_WITHIN = 7 };  // as width of codes that are off: all are zero, and most of those that are on
 
 struct ActHeader {  // 32 bytes, little endian
     uint32_t magic;
@@ -194,8 +196,23 @@ APS_FN ActPlan act_plan(int low, int high, int n_kept, int delta_low, int delta_
     }
     return p;
 }
-// ACT_SPLIT, if it is smaller than the plan p: ranges of the codes where the mask is on and off, 0..0 if there are none.
-APS_FN void act_plan_split(int low, int high, int off_low, int off_high, int n_on, ActPlan* p) {
+// ACT_SPLIT, if it is smaller than the plan p: ranges of the codes where the mask is on and off, 0..0 if there are none;
+// n_kept of all codes are not zero.
+APS_FN void act_plan_split(int low, int high, int off_low, int off_high, int n_on, int n_kept, ActPlan* p) {
+    if (n_kept && !off_low && !off_high) {
+        uint32_t top = (uint32_t)(high > 0 ? 2 * (high - 1) : 0);
+        if (low < 0 && (uint32_t)(-2 * low - 1) > top) top = (uint32_t)(-2 * low - 1);
+        const int width = act_bits(top), size = (n_on + width * n_kept + 7) / 8;
+        if (width <= ACT_MAX_WIDTH && size < p->size) {
+            p->mode = ACT_SPLIT;
+            p->width = width;
+            p->base = 0;
+            p->n_kept = n_on;
+            p->size = size;
+            p->off_width = ACT_WITHIN;
+            p->off_base = n_kept - 1;  // travels in the field of the base
+        }
+    }
     const int width = act_bits((uint32_t)(high - low));
     const int base = off_low < ACT_OFF_BASE ? off_low : ACT_OFF_BASE - 1;
     const int off_width = act_bits((uint32_t)(off_high - base));
@@ -243,6 +260,10 @@ APS_FN ActPlan act_unpack_split(uint32_t bits, int dtype, int n_on) {
     p.n_kept = n_on;
     p.off_width = (int)(bits >> 7 & 7u);
     p.off_base = (int)(bits >> 10 & 63u);
+    if (p.off_width == ACT_WITHIN) {
+        p.size = (n_on + p.width * (p.off_base + 1) + 7) / 8;
+        return p;
+    }
     if (p.off_base >= ACT_OFF_BASE) p.off_base -= 2 * ACT_OFF_BASE;
     p.base = 0;  // comes with the codes
     p.size = 2 + (p.width * n_on + p.off_width * (ACT_BLOCK - n_on) + 7) / 8;
@@ -473,16 +494,35 @@ APS_FN int act_guided_codes(const void* data, int64_t begin, int64_t n, const Ac
     return good;
 }
 APS_FN void act_split_codes(const int* codes, uint64_t mask, ActPlan* p) {
-    int low[2] = {0, 0}, high[2] = {0, 0}, count[2] = {0, 0};
+    int low[2] = {0, 0}, high[2] = {0, 0}, count[2] = {0, 0}, n_kept = 0;
     for (int i = 0; i < ACT_BLOCK; ++i) {
         const int k = (int)(mask >> i & 1u);
+        n_kept += codes[i] != 0;
         low[k] = !count[k] || codes[i] < low[k] ? codes[i] : low[k];
         high[k] = !count[k] || codes[i] > high[k] ? codes[i] : high[k];
         ++count[k];
     }
-    act_plan_split(low[1], high[1], low[0], high[0], count[1], p);
+    act_plan_split(low[1], high[1], low[0], high[0], count[1], n_kept, p);
+}
+APS_FN void act_write_within(const int* codes, uint64_t mask, const ActPlan& p, uint8_t* out) {
+    for (int k = 0; k < p.size; ++k) out[k] = 0;
+    int bit = 0;
+    for (int plane = -1; plane < p.width; ++plane) {
+        for (int i = 0; i < ACT_BLOCK; ++i) {
+            if (plane < 0 ? !(mask >> i & 1u) : !codes[i]) continue;
+            const int k = act_skip(codes[i]);
+            const uint32_t u = (uint32_t)(k >= 0 ? 2 * k : -2 * k - 1);
+            const uint32_t set = plane < 0 ? codes[i] != 0 : u >> plane & 1u;
+            out[bit >> 3] |= (uint8_t)(set << (bit & 7));
+            ++bit;
+        }
+    }
 }
 APS_FN void act_write_split(const int* codes, uint64_t mask, const ActPlan& p, uint8_t* out) {
+    if (p.off_width == ACT_WITHIN) {
+        act_write_within(codes, mask, p, out);
+        return;
+    }
     act_put64(out, (uint64_t)(uint16_t)p.base, 2);
     out += 2;
     for (int k = 0; k < p.size - 2; ++k) out[k] = 0;
@@ -498,7 +538,33 @@ APS_FN void act_write_split(const int* codes, uint64_t mask, const ActPlan& p, u
         }
     }
 }
-APS_FN void act_read_split(const uint8_t* in, uint64_t mask, const ActPlan& p, int* codes) {
+// Returns whether there are as many codes as promised.
+APS_FN int act_read_within(const uint8_t* in, uint64_t mask, const ActPlan& p, int* codes) {
+    int bit = 0, count = 0;
+    for (int i = 0; i < ACT_BLOCK; ++i) {
+        codes[i] = 0;
+        if (!(mask >> i & 1u)) continue;
+        codes[i] = in[bit >> 3] >> (bit & 7) & 1;
+        count += codes[i];
+        ++bit;
+    }
+    if (count != p.off_base + 1) return 0;
+    const int first = bit;
+    int rank = 0;
+    for (int i = 0; i < ACT_BLOCK; ++i) {
+        if (!codes[i]) continue;
+        uint32_t u = 0;
+        for (int plane = 0; plane < p.width; ++plane) {
+            bit = first + plane * count + rank;
+            u |= (uint32_t)(in[bit >> 3] >> (bit & 7) & 1u) << plane;
+        }
+        codes[i] = act_wrap(act_unskip(u & 1u ? -(int)(u >> 1) - 1 : (int)(u >> 1)));
+        ++rank;
+    }
+    return 1;
+}
+APS_FN int act_read_split(const uint8_t* in, uint64_t mask, const ActPlan& p, int* codes) {
+    if (p.off_width == ACT_WITHIN) return act_read_within(in, mask, p, codes);
     const int base = (short)act_get64(in, 2);
     in += 2;
     int bit = 0;
@@ -513,6 +579,7 @@ APS_FN void act_read_split(const uint8_t* in, uint64_t mask, const ActPlan& p, i
         }
     }
     for (int i = 0; i < ACT_BLOCK; ++i) codes[i] = act_wrap(codes[i] + (mask >> i & 1u ? base : p.off_base));
+    return 1;
 }
 // The tensor's values from `origin` on are in out.
 APS_FN void act_guided_restore(const int* codes, const ActGuide& g, uint64_t mask, const float* predicted, void* out,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 START = 0.05  # of the tensor's rms: the bound of layers that have a theory before a gradient was seen
 OTHER = 0.002  # of the tensor's rms: the bound where there is no theory
 MOST = 0.5  # of the tensor's rms: wider bins would tell too little for errors to be uniform
-BEHIND = 0.25  # of the share, for errors that reach only the gradient behind a batch norm: they add up over layers
+BEHIND = 0.15  # of the share, for errors that reach only the gradient behind a batch norm: they add up over layers
 KEPT = 0.9  # of the running mean of |gradient|
 
 _WEIGHTED = (nn.Linear, nn.modules.conv._ConvNd)
@@ -37,12 +37,18 @@ class Off:
 
     is_zero: bool = True
     """No gradient came back there."""
-    squares: float = 0.0
-    """Sum of the squares of the loss gradient at the output, of all places."""
     n_places: int = 0
     """By channel."""
-    inverse: float = 0.0
-    """Root mean square over channels of 1 / standard deviation."""
+    squares: Tensor | None = None
+    """By channel, sum of the squares of the loss gradient at the output."""
+    inverse: Tensor | None = None
+    """By channel, 1 / standard deviation."""
+
+    def add(self, other: Off) -> Off:
+        """Of two passes, with the deviations of the later."""
+        if not (self.is_zero and other.is_zero) or self.squares is None or other.squares is None:
+            return Off(is_zero=False)
+        return Off(True, self.n_places + other.n_places, self.squares + other.squares, other.inverse)
 
 
 @dataclass
@@ -163,13 +169,16 @@ def off_bound_for(layer: Layer, off: Off, share: float, loss_scale: float) -> fl
     than `MOST` standard deviations.
     """
     weight = layer.weight
-    if not off.is_zero or weight is None or weight.grad is None or not (layer.bound and off.inverse and off.squares):
+    if not off.is_zero or off.squares is None or off.inverse is None or weight is None or weight.grad is None:
         return 0.0
-    correlation = float(weight.grad.detach().float().square().mean().sqrt()) / off.n_places
-    rms = math.sqrt(off.squares / loss_scale**2 / off.n_places / weight.numel())
-    bound = MOST / off.inverse
-    if correlation > 0:
-        bound = min(bound, BEHIND * share * math.sqrt(3.0) * rms / correlation / off.inverse)
+    with torch.no_grad():
+        scale = weight.float() * off.inverse
+        term = scale * off.inverse * weight.grad.float() / off.n_places
+        noise = float(torch.linalg.vector_norm(term))
+        whole = float((scale.square() * off.squares).sum() / loss_scale**2 / off.n_places) ** 0.5
+        bound = MOST / max(float(off.inverse.square().mean().sqrt()), 1e-30)
+    if noise > 0:
+        bound = min(bound, BEHIND * share * math.sqrt(3.0) * whole / noise)
     return bound if math.isfinite(bound) else 0.0
 
 

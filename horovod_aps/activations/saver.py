@@ -243,7 +243,7 @@ class ActivationCompressor:
             with self._lock:
                 layer.squares += squares
                 if off is not None:
-                    layer.off = off if layer.off is None else _sum(layer.off, off)
+                    layer.off = off if layer.off is None else layer.off.add(off)
 
         output.register_hook(collect)
 
@@ -636,14 +636,9 @@ def _off(gradient: Tensor, norm: prediction.Norm, inverse: Tensor) -> bounds.Off
     """What a batch norm's loss gradient tells of places where the ReLU behind it is off."""
     if not prediction.is_zero_where_off(gradient, norm):
         return bounds.Off(is_zero=False)
-    squares = float(torch.linalg.vector_norm(gradient.detach().float())) ** 2
-    n_places = gradient.numel() // gradient.shape[1]
-    return bounds.Off(True, squares, n_places, float(inverse.square().mean().sqrt()))
-
-
-def _sum(a: bounds.Off, b: bounds.Off) -> bounds.Off:
-    is_zero, inverse = a.is_zero and b.is_zero, max(a.inverse, b.inverse)
-    return bounds.Off(is_zero, a.squares + b.squares, a.n_places + b.n_places, inverse)
+    others = [d for d in range(gradient.dim()) if d != 1]
+    squares = torch.linalg.vector_norm(gradient.detach().float(), dim=others).square()
+    return bounds.Off(True, gradient.numel() // gradient.shape[1], squares, inverse.reshape(-1))
 
 
 def _unpack(packed: Handle | Kept) -> Tensor:
