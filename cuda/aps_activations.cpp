@@ -191,7 +191,7 @@ bool decode_one(const Job& job, int64_t chunk, const uint8_t* in, int64_t size, 
 }  // namespace
 
 // How a guided stream was made; as in codec.py. A prediction is the sum of its sources where that is positive, else
-// zero; a source is a stream of as many values (or these, decoded), times a scale and plus a shift of its channel if these are there.
+// zero; a source is a stream of as many values, times a scale and plus a shift of its channel if these are there.
 struct ActHints;
 struct ActSource {
     const uint8_t* stream;
@@ -201,7 +201,6 @@ struct ActSource {
     const float* shift;
     int64_t n_channels, plane;  // value i belongs to channel i / plane % n_channels
     int64_t dtype;
-    const void* decoded;  // or none
 };
 struct ActHints {
     const uint8_t* mask;  // (n + 7) / 8 bytes, or none
@@ -255,10 +254,8 @@ int64_t Predictor::open(const ActHints& hints, int64_t n, int depth, bool vector
     if (!values_ || !decoded_ || !halves_) return ACT_NO_MEMORY;
     for (int64_t k = 0; k < hints.n_sources; ++k) {
         const ActSource& s = sources_[k];
-        if (s.decoded && !is_valid(n, (int)s.dtype)) return ACT_BAD_ARGUMENT;
         if (s.scale && (!s.shift || s.n_channels < 1 || s.plane < 1)) return ACT_BAD_ARGUMENT;
-        readers_.emplace_back(s.decoded ? nullptr : new (std::nothrow) Reader);
-        if (s.decoded) continue;
+        readers_.emplace_back(new (std::nothrow) Reader);
         if (!readers_.back()) return ACT_NO_MEMORY;
         const int64_t status = readers_.back()->open(s.stream, s.size, n, (int)s.dtype, s.hints, depth + 1, vectors);
         if (status) return status;
@@ -273,15 +270,10 @@ bool Predictor::read(int64_t chunk) {
     for (size_t k = 0; k < readers_.size(); ++k) {
         const ActSource& s = sources_[k];
         const int dtype = (int)s.dtype;
-        const float* x = decoded_.get();
-        const void* out = dtype == APS_F32 ? (void*)decoded_.get() : halves_.get();
-        if (s.decoded) {
-            out = (const uint8_t*)s.decoded + first * aps_dtype_size(dtype);
-            if (dtype == APS_F32) x = (const float*)out;
-        } else if (!readers_[k]->read(chunk, (void*)out, first)) {
-            return false;
-        }
-        for (int i = 0; i < count && dtype != APS_F32; ++i) decoded_[(size_t)i] = act_load(out, dtype, i);
+        float* x = decoded_.get();
+        void* out = dtype == APS_F32 ? (void*)x : halves_.get();
+        if (!readers_[k]->read(chunk, out, first)) return false;
+        for (int i = 0; i < count && dtype != APS_F32; ++i) x[i] = act_load(out, dtype, i);
         if (!s.scale) {
             for (int i = 0; i < count; ++i) values[i] += x[i];
             continue;

@@ -93,16 +93,14 @@ class Guide:
         return max((1 + s.stream.depth for s in self.sources), default=0)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Stream:
-    """Bytes and all that it takes to decode them, which do not change."""
+    """Bytes and all that it takes to decode them; it does not change."""
 
     content: torch.Tensor
     n: int
     dtype: torch.dtype
     guide: Guide | None = None
-    decoded: torch.Tensor | None = None
-    """Its values, while they are about to predict others: not to decode a chain over and over."""
 
     @property
     def depth(self) -> int:
@@ -140,7 +138,6 @@ class _Source(ctypes.Structure):
         ("n_channels", ctypes.c_int64),
         ("plane", ctypes.c_int64),
         ("dtype", ctypes.c_int64),
-        ("decoded", ctypes.c_void_p),
     ]
 
 
@@ -151,10 +148,6 @@ def _hints(guide: Guide | None, kept: list[object]) -> int | None:
     sources = (_Source * len(guide.sources))()
     for out, source in zip(sources, guide.sources, strict=True):
         stream = source.stream
-        decoded = stream.decoded
-        if decoded is not None:
-            kept.append(decoded)
-            out.decoded = decoded.data_ptr()
         out.stream, out.size = stream.content.data_ptr(), stream.content.numel()
         out.hints, out.plane, out.dtype = _hints(stream.guide, kept), source.plane, DTYPES[stream.dtype]
         if source.scale is not None and source.shift is not None:
@@ -164,26 +157,6 @@ def _hints(guide: Guide | None, kept: list[object]) -> int | None:
     hints = _Hints(mask, len(sources), ctypes.addressof(sources) if guide.sources else None)
     kept += [sources, hints]
     return ctypes.addressof(hints)
-
-
-def unfold(guide: Guide) -> None:
-    """Decode the sources that were predicted themselves, the first of the chain first; `fold` forgets them."""
-    for source in guide.sources:
-        stream = source.stream
-        if stream.depth and stream.decoded is None:
-            assert stream.guide is not None
-            unfold(stream.guide)
-            stream.decoded = decode(stream.content, stream.n, stream.dtype, stream.guide)
-
-
-def fold(guide: Guide) -> None:
-    """Forget what `unfold` decoded, but for the guide's own sources."""
-    for source in guide.sources:
-        inner = source.stream.guide
-        for before in inner.sources if inner is not None else ():
-            before.stream.decoded = None
-        if inner is not None:
-            fold(inner)
 
 
 def encode(flat: torch.Tensor, bound: float, guide: Guide | None = None) -> torch.Tensor:

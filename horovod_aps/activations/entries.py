@@ -119,19 +119,15 @@ class Entry:
                 self._put(codec.pack_mask(flat, False), lambda bits: codec.unpack_mask(bits, n, dtype, other))
                 self.bound, guide = 0.0, None
             else:
-                if guide is not None:
-                    codec.unfold(guide)
                 content = codec.encode(flat, bound, guide)
-                if guide is not None:
-                    codec.fold(guide)
                 if both and guide is not None:
                     alone = codec.encode(flat, bound)
                     mask = guide.mask.nbytes if self.guide is not None and guide.mask is not None else 0
                     if alone.nbytes <= content.nbytes + mask:
                         content, guide = alone, None
                 if content.nbytes < flat.nbytes:
-                    self.stream = stream = codec.Stream(content, n, dtype, guide)
-                    self._put(content, lambda _: _values(stream))
+                    self._put(content, lambda content: codec.decode(content, n, dtype, guide))
+                    self.stream = codec.Stream(content, n, dtype, guide)
                     self.coarse = guide.coarse if guide is not None else 0
                 else:
                     kept, guide = Kept(flat), None  # it does not compress
@@ -175,16 +171,6 @@ class Entry:
             self.cached = out if self.n_uses > 0 else None
         _remember(self)
         return out
-
-
-def _values(stream: codec.Stream) -> Tensor:
-    """Decoded, by itself or as part of a chain; those before it in the chain stay, they are asked for soon."""
-    decoded, stream.decoded = stream.decoded, None
-    if decoded is not None:
-        return decoded
-    if stream.guide is not None:
-        codec.unfold(stream.guide)
-    return codec.decode(stream.content, stream.n, stream.dtype, stream.guide)
 
 
 _last: weakref.ref[Entry] | None = None

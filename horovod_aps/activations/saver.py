@@ -46,8 +46,6 @@ class _Pass(threading.local):
         """Values that become a shape if the next tensor is the indices of max-pooling."""
         self.norm: prediction.Norm | None = None
         """The batch norm at work."""
-        self.unfolded: codec.Guide | None = None
-        """Whose sources are decoded, as the next ReLU may be predicted from what they predicted."""
         self.waiting: list[_Waiting] = []
         """Inputs of batch norms that wait for the mask of the ReLU behind."""
         self.tally = _Tally()
@@ -183,7 +181,6 @@ class ActivationCompressor:
                 state.stack.clear()
                 state.waiting.clear()
                 state.pictures = state.norm = None
-                self._fold(None)
                 if kind is None:
                     self._n_passes += 1
                     self._counts.end(state.tally)
@@ -403,8 +400,6 @@ class ActivationCompressor:
         used = entry.store_values(flat, bound, guide if layer.predicts or tries else None, both=tries)
         if guide is not None and tries:
             layer.predicts = used
-        if guide is not None:
-            self._fold(guide)
         if used and guide is not None:
             self._tighten(guide, layer.name)
         if entry is self._pass.pending:
@@ -432,14 +427,6 @@ class ActivationCompressor:
             if layer is not None and source.scale is not None:
                 size = float(source.scale.abs().quantile(QUANTILE))
                 layer.follower = (name, (SUM if len(guide.sources) > 1 else 1.0) / size) if size > 0 else None
-
-    def _fold(self, guide: codec.Guide | None) -> None:
-        """Only the last prediction keeps its sources decoded."""
-        before, self._pass.unfolded = self._pass.unfolded, guide
-        kept = {id(source.stream) for source in guide.sources} if guide is not None else set()
-        for source in before.sources if before is not None else ():
-            if id(source.stream) not in kept:
-                source.stream.decoded = None
 
     def _give_up(self, age: int, only: Entry | None = None) -> None:
         """Store what has waited for longer than that, or one entry, without a mask."""

@@ -80,9 +80,8 @@ void choose(Bytes& in, int64_t n, int dtype, double eb, Beside* beside) {
         beside->source = exactly(size);
         aps_act_fetch(beside->source.get(), size);
         for (int k = 0; k < 3; ++k) beside->scale[k] = (float)k - 0.5f, beside->shift[k] = 0.25f * (float)k;
-        beside->sources[0] = {beside->source.get(), size,  nullptr, beside->scale, beside->shift, 3,
-                              1 + n % 50,           dtype, nullptr};
-        beside->sources[1] = {beside->source.get(), size, nullptr, nullptr, nullptr, 0, 0, dtype, nullptr};
+        beside->sources[0] = {beside->source.get(), size, nullptr, beside->scale, beside->shift, 3, 1 + n % 50, dtype};
+        beside->sources[1] = {beside->source.get(), size, nullptr, nullptr, nullptr, 0, 0, dtype};
         beside->hints.sources = beside->sources;
         beside->hints.n_sources = 1 + in.byte() % 2;
     }
