@@ -238,7 +238,7 @@ class CudaKernels(Kernels):
         """Addresses of the segments, without their exponents, and of these."""
         still = segs.copy()
         still["exponent"] = 0
-        still.view(np.uint8).reshape(len(still), -1)[:, HOLES] = 0
+        still.view(np.uint8).reshape(len(still), SEGMENT.itemsize)[:, HOLES] = 0
         put = self._uploads.put
         for row in np.flatnonzero(segs["family"] == FAMILY_TABLE):
             still[row]["first"] = put(tables.table(int(segs[row]["codec"])))

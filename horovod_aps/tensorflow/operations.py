@@ -33,13 +33,12 @@ def are_wanted() -> bool:
 
     Not if Horovod says that an operation is over before it is (HOROVOD_ENABLE_ASYNC_COMPLETION).
     """
-    return (
-        config.gpu_way() == "auto"
-        and has_nccl()
-        and not config.completes_early()
-        and bool(devices.gpus())
-        and devices.array_module() is not None
-    )
+    return may_carry() and bool(devices.gpus()) and devices.array_module() is not None
+
+
+def may_carry() -> bool:
+    """Whether messages of a GPU may travel so, if there is one."""
+    return config.gpu_way() == "auto" and has_nccl() and not config.completes_early()
 
 
 def carry(gpu: str | None) -> bool:
