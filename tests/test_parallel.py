@@ -140,8 +140,10 @@ def _read(path: Path) -> str:
 @pytest.mark.parametrize("kind", ["mpirun", "gloo"])
 def test_two_levels(kind, framework, tmp_path):
     """Four ranks on one machine, told by the tests that they are two hosts."""
-    on_gpus = ["test_torch_two_level_gpu.py"] if framework == "torch" else []
-    launch(kind, 4, [*on_gpus, f"test_{framework}_two_level.py"], tmp_path)
+    on_gpus = {"torch": "test_torch_two_level_gpu.py", "tensorflow": "test_tensorflow_operations.py"}
+    flat_too = kind == "gloo" and framework == "tensorflow"  # where operations are all-to-alls as well
+    files = [on_gpus[framework], f"test_{framework}_two_level.py"]
+    launch(kind, 4, files, tmp_path, keyword="" if flat_too else "two_level")
 
 
 @pytest.mark.parametrize("kind, n_ranks", [("mpirun", 2), ("mpirun", 3), ("gloo", 2)])
@@ -212,12 +214,17 @@ def test_torch_collectives(kind, n_ranks, tmp_path):
 
 
 def test_tensorflow_gpu(tmp_path):
-    launch("mpirun", 2, ["test_tensorflow_gpu.py"], tmp_path)
+    launch("mpirun", 2, ["test_tensorflow_gpu.py", "test_tensorflow_operations.py"], tmp_path)
 
 
 @pytest.mark.slow
 def test_tensorflow_gpu_in_two_levels(tmp_path):
     launch("mpirun", 4, ["test_tensorflow_gpu.py"], tmp_path, keyword="two_levels")
+
+
+@pytest.mark.slow
+def test_tensorflow_operations_over_gloo(tmp_path):
+    launch("gloo", 3, ["test_tensorflow_operations.py"], tmp_path)
 
 
 @pytest.mark.parametrize("kind, n_ranks", [("mpirun", 3), pytest.param("gloo", 2, marks=pytest.mark.slow)])

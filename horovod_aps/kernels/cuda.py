@@ -238,7 +238,7 @@ class CudaKernels(Kernels):
         """Addresses of the segments, without their exponents, and of these."""
         still = segs.copy()
         still["exponent"] = 0
-        still.view(np.uint8).reshape(len(still), -1)[:, HOLES] = 0
+        still.view(np.uint8).reshape(len(still), SEGMENT.itemsize)[:, HOLES] = 0
         put = self._uploads.put
         for row in np.flatnonzero(segs["family"] == FAMILY_TABLE):
             still[row]["first"] = put(tables.table(int(segs[row]["codec"])))
@@ -246,6 +246,8 @@ class CudaKernels(Kernels):
 
     def _run(self, name: str, segs: Table, exponents: np.ndarray, common: Rows, rows: Rows, *rest: np.integer) -> None:
         """Launch an operation: its common kernel on some segments, its wide one on the others, or that for buckets."""
+        if not len(segs):  # a shard of nothing: fewer elements than ranks
+            return
         table = self._table(segs, exponents)
         own = has_buckets(segs) & (name not in ("scan", "add"))  # these look at no format
         if own.any() and name in ("encode", "reduce"):
@@ -319,7 +321,8 @@ class CudaKernels(Kernels):
         """Begin to copy device memory to pinned memory; returns an event and the memory."""
         target = self.pinned.take(n_bytes)
         runtime = self.device.cuda.runtime
-        runtime.memcpyAsync(target.ctypes.data, ptr, n_bytes, runtime.memcpyDeviceToHost, self._active.ptr)
+        if n_bytes:
+            runtime.memcpyAsync(target.ctypes.data, ptr, n_bytes, runtime.memcpyDeviceToHost, self._active.ptr)
         event = self._mark(self._active)
         while self._fetching and self._fetching[0][0].done:
             self._fetching.popleft()

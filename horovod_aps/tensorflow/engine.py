@@ -20,10 +20,12 @@ from horovod_aps.frontends.checks import check_present
 from horovod_aps.frontends.reducer import Reducer, ReducerKey
 from horovod_aps.frontends.world import process_set_of
 from horovod_aps.kernels import DTYPE_CODES, CpuKernels
-from horovod_aps.tensorflow import devices, links
+from horovod_aps.tensorflow import devices, links, operations
 from horovod_aps.tensorflow.carrier import TensorFlowCarrier, array_at
 from horovod_aps.tensorflow.collectives import allreduce
-from horovod_aps.transports.shared import Channel
+from horovod_aps.transports.base import Transport
+from horovod_aps.transports.shared import Channel, SharedTransport
+from horovod_aps.transports.turns import TurnTransport
 
 if TYPE_CHECKING:
     from horovod_aps.tensorflow.compressor import PackedCompressor
@@ -110,7 +112,8 @@ def run_on_gpu(call: Call, gpu: str, ticket: tf.Tensor, values: Sequence[tf.Tens
 
 def _turn(call: Call, ticket: np.ndarray) -> AbstractContextManager[Any]:
     """What an exchange in a graph holds while it runs."""
-    return call.compressor._lock if call.packed and links.all_speak_mpi(ticket) else _lock
+    is_named = call.packed and links.all_speak_mpi(ticket) and not links.all_want_operations(ticket)
+    return call.compressor._lock if is_named else _lock
 
 
 def _reduce_tensors(call: Call, ticket: np.ndarray, values: Sequence[tf.Tensor], gpu: str | None) -> list[tf.Tensor]:
@@ -202,12 +205,22 @@ def _reducer(call: Call, process_set: Any, ticket: np.ndarray, gpu: str | None) 
             found = compressor._keep(key, TensorFlowCarrier(process_set, compressor._options))
         return found
     shared = compressor._links.get(process_set, ticket, call.stem).shared
-    if isinstance(found, Exchange) and isinstance(found.network, Channel) and found.network.shared is shared:
+    if isinstance(found, Exchange) and _shared_of(found) is shared:
         return found
     _retire_place(compressor, key)
     kernels = devices.kernels() if gpu else CpuKernels()
-    channel = shared.channel(_shared_place(compressor, key, call.stem) if gpu else key.place)
-    return compressor._keep(key, Exchange(kernels, channel, compressor._options))
+    network: Transport = shared.channel(_shared_place(compressor, key, call.stem) if gpu else key.place)
+    if operations.carry(gpu) and links.all_want_operations(ticket):
+        those = operations.HorovodOperations(kernels, gpu, call.process_set_id)
+        network = TurnTransport(network, those)
+    return compressor._keep(key, Exchange(kernels, network, compressor._options))
+
+
+def _shared_of(exchange: Exchange) -> SharedTransport | None:
+    """The link that an exchange goes over."""
+    network = exchange.network
+    channel = network.below if isinstance(network, TurnTransport) else network
+    return channel.shared if isinstance(channel, Channel) else None
 
 
 def _shared_place(compressor: PackedCompressor, key: ReducerKey, stem: str) -> str:

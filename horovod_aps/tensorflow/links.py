@@ -17,12 +17,13 @@ from horovod.tensorflow import mpi_ops
 from tensorflow.python.eager.context import eager_mode
 
 from horovod_aps.frontends import world
+from horovod_aps.tensorflow import operations
 from horovod_aps.tensorflow.collectives import allreduce
 from horovod_aps.tensorflow.order import shared_variable, shared_variables
 from horovod_aps.transports import sockets
 from horovod_aps.transports.shared import SharedTransport
 
-PRESENT, NEW, SPEAKS_MPI, PACKED, N_WORDS = range(5)  # the words of a ticket
+PRESENT, NEW, SPEAKS_MPI, PACKED, COLLECTIVE, N_WORDS = range(6)  # the words of a ticket
 
 _linked: set[int] = set()  # process sets to whose ranks this one has a link
 _world_numbers: Counter[int] = Counter()  # by process set; links of an earlier world are not used any more
@@ -41,13 +42,22 @@ def ticket(process_set_id: int, packed: bool) -> tf.Tensor:
 
 
 def ticket_words(process_set_id: int, packed: bool) -> np.ndarray:
-    """The ticket as it is now: present, without a link to the others yet, able to speak MPI, transport="packed"."""
-    return np.array([1, process_set_id not in _linked, world.mpi_usable(mpi_ops._basics), packed], np.int32)
+    """The ticket as it is now.
+
+    Present, without a link to the others yet, able to speak MPI, transport="packed", bytes of GPUs by Horovod.
+    """
+    is_new, speaks_mpi = process_set_id not in _linked, world.mpi_usable(mpi_ops._basics)
+    return np.array([1, is_new, speaks_mpi, packed, packed and operations.are_wanted()], np.int32)
 
 
 def all_speak_mpi(ticket: np.ndarray) -> bool:
     """Whether that is what the sum of all tickets says."""
     return bool(ticket[SPEAKS_MPI] == ticket[PRESENT])
+
+
+def all_want_operations(ticket: np.ndarray) -> bool:
+    """Whether packed bytes on GPUs go by Horovod's own operations, as the sum of all tickets says."""
+    return bool(ticket[COLLECTIVE] == ticket[PRESENT])
 
 
 def _ticket_name(process_set_id: int, packed: bool) -> str:

@@ -16,6 +16,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -211,11 +212,16 @@ def check_gpu() -> Iterator[Finding]:
 
 def way_out() -> str:
     """How packed bytes leave a GPU here, as far as one rank can tell."""
-    if installed("torch") and installed("horovod"):
-        torch, operations = importlib.import_module("torch"), importlib.import_module("horovod_aps.torch.operations")
-        if operations.are_wanted(torch.device("cuda")):
-            return "by NCCL, in Horovod's own operations (PyTorch)"
-    return "by MPI" if takes_device_memory() else "through pinned host memory"
+    otherwise = "by MPI" if takes_device_memory() else "through pinned host memory"
+    ways = {}
+    for framework, name in (("torch", "PyTorch"), ("tensorflow", "TensorFlow")):
+        if installed(framework, f"{framework}-cpu") and installed("horovod"):
+            with suppress(ImportError):  # Horovod may not have been built for it
+                is_nccl = importlib.import_module(f"horovod_aps.{framework}.operations").may_carry()
+                ways[name] = "by NCCL, in Horovod's own operations" if is_nccl else otherwise
+    if len(set(ways.values())) > 1:
+        return " and ".join(f"{way} ({name})" for name, way in ways.items())
+    return next(iter(ways.values()), otherwise)
 
 
 def check_launchers() -> Iterator[Finding]:

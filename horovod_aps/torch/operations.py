@@ -24,7 +24,12 @@ def are_wanted(device: torch.device) -> bool:
 
     Not if Horovod says that an operation is over before it is (HOROVOD_ENABLE_ASYNC_COMPLETION).
     """
-    return device.type == "cuda" and config.gpu_way() == "auto" and has_nccl() and not config.completes_early()
+    return device.type == "cuda" and may_carry()
+
+
+def may_carry() -> bool:
+    """Whether messages of a GPU may travel so, if there is one."""
+    return config.gpu_way() == "auto" and has_nccl() and not config.completes_early()
 
 
 def has_nccl() -> bool:

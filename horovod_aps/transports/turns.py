@@ -1,4 +1,4 @@
-"""Messages by collective operations that have no names: all ranks must begin them in the same order.
+"""Messages by collective operations that have no names, or all the same: all ranks must begin them in the same order.
 
 Ranks get to their transfers in different orders, and none waits for another. So rank 0 begins operations as it comes to
 them and tells the others which one it was; they begin theirs in that order. What an operation needs has come by earlier

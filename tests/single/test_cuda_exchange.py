@@ -101,18 +101,23 @@ def _read(address: int, like: np.ndarray, found: list[np.ndarray]) -> Callable[[
 
 
 def run(
-    side: Any, n_ranks: int, options: Options, n_steps: int, exchanges: list[Exchange] | None = None
+    side: Any,
+    n_ranks: int,
+    options: Options,
+    n_steps: int,
+    exchanges: list[Exchange] | None = None,
+    shapes: Any = SHAPES,
 ) -> tuple[list[np.ndarray], list[Exchange]]:
     """Results of `n_steps` exchanges in place, and the exchanges."""
     if exchanges is None:
         exchanges = [Exchange(side.kernels, one, options) for one in LocalTransport.world(n_ranks)]
     for one in exchanges:
         one.self_driven = True  # they share their kernels, so no other thread may look at any of them
-    tensors = [side.tensors(rank) for rank in gradients(n_ranks, 0)]
+    tensors = [side.tensors(rank) for rank in gradients(n_ranks, 0, shapes)]
     results = []
     for step in range(n_steps):
         layers = []
-        for mine, arrays in zip(tensors, gradients(n_ranks, step)):
+        for mine, arrays in zip(tensors, gradients(n_ranks, step, shapes)):
             side.backward(mine, arrays)
             layers.append(
                 [
@@ -137,6 +142,19 @@ def test_cuda_exchange_equals_cpu(n_ranks: int, options: Options, seed: int) -> 
         np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32))
     moved = cuda_standin.kernel_bytes()
     assert moved["read_pinned"] == moved["written_pinned"] == 0, "packed bytes cross PCIe inside kernels"
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_shards_of_nothing(options: Options) -> None:
+    """Buckets of fewer elements than ranks, or of none."""
+    cuda_standin.reset(0)
+    options = options.replace(bucket_mb=1e-6)
+    shapes = ((1,), (0,), (2,), (0, 3))
+    on_cpu, cpu = run(OnCpu(), 4, options, 2, None, shapes)
+    on_gpu, gpu = run(OnGpu(), 4, options, 2, None, shapes)
+    assert [one.statistics.as_dict() for one in cpu] == [one.statistics.as_dict() for one in gpu]
+    for a, b in zip(on_cpu, on_gpu, strict=True):
+        np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32))
 
 
 def test_cuda_exchange_keeps_its_state() -> None:
