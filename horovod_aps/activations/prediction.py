@@ -25,6 +25,12 @@ MAX_DEPTH = 12  # predictions that follow from each other: each decodes all befo
 _KEY = "horovod_aps.activations"
 
 
+def _notes(node: Any) -> dict[str, Any]:
+    """What goes with a node of the graph, as long as that lives."""
+    notes: dict[str, Any] = node.metadata
+    return notes
+
+
 @dataclass(eq=False)
 class Norm:
     """One call of a batch norm."""
@@ -57,7 +63,7 @@ class Norm:
             self.scale = scale.contiguous()
             self.shift = (shift + bias.float() if isinstance(bias, Tensor) else shift).contiguous()
         self.statistics.clear()
-        output.grad_fn.metadata[_KEY] = self
+        _notes(output.grad_fn)[_KEY] = self
 
     def source(self) -> codec.Source | None:
         entry = self.entry() if self.entry is not None else None
@@ -88,7 +94,7 @@ class Result:
 def remember(relu: Tensor, entry: Entry) -> None:
     """What a ReLU gave is in the entry."""
     assert relu.grad_fn is not None
-    relu.grad_fn.metadata[_KEY] = Result(weakref.ref(entry), relu.shape, relu.stride())
+    _notes(relu.grad_fn)[_KEY] = Result(weakref.ref(entry), relu.shape, relu.stride())
 
 
 def arguments(relu: Tensor) -> list[Norm | Result]:
@@ -98,7 +104,7 @@ def arguments(relu: Tensor) -> list[Norm | Result]:
     parts = [node]
     if node is not None and node.name() == "AddBackward0" and getattr(node, "_saved_alpha", None) == 1:
         parts = [part for part, _ in node.next_functions]
-    found = [part.metadata.get(_KEY) if part is not None else None for part in parts]
+    found = [_notes(part).get(_KEY) if part is not None else None for part in parts]
     known = [f for f in found if isinstance(f, (Norm, Result)) and f.shape == relu.shape and f.stride == relu.stride()]
     return known if len(known) == len(found) else []
 
