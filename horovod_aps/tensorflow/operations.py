@@ -22,6 +22,7 @@ from tensorflow.python.framework.kernels import get_registered_kernels_for_op
 
 from horovod_aps import config
 from horovod_aps.errors import LostPeer
+from horovod_aps.kernels.memory import is_over
 from horovod_aps.tensorflow import devices
 
 OPS = ("HorovodAlltoall", "HorovodAllgather")
@@ -203,5 +204,5 @@ class HorovodOperations:
                     source, kind = addresses.values[0] + start, runtime.memcpyDeviceToDevice
                     runtime.memcpyAsync(array.ptr, source, len(array), kind, kernels.stream.ptr)
             self._leaving.append((kernels._mark(kernels.stream), (received, addresses)))
-        while self._leaving and self._leaving[0][0].done:
+        while self._leaving and is_over(kernels.device.cuda, self._leaving[0][0]):
             self._leaving.popleft()
