@@ -92,6 +92,7 @@ class PackedCompressor(BaseCompressor, Compressor):
             return seam.wire(tensor, self), None
         if tensor.dtype not in DTYPE_CODES:
             raise checks.wrong_dtype(tensor.dtype)
+        for_torch.refuse_capture(tensor.device)
         staged = tensor.contiguous().resolve_neg()  # itself, unless its memory is not what it says
         wired = seam.wire(staged, self)
         context = wired.aps_context = _Context(tensor, staged)

@@ -222,7 +222,8 @@ def test_ranks_have_different_devices(monkeypatch):
     expected = allgather(x, "e4m3")
     for number in range(2):
         device = torch.device("cuda", (RANK + number) % SIZE)
-        assert len(set(hvd.allgather_object(room(hvd.global_process_set, device)._name, name="rooms"))) == 1, "they would never meet"
+        names = hvd.allgather_object(room(hvd.global_process_set, device)._name, name="rooms")
+        assert len(set(names)) == 1, "they would never meet"
         monkeypatch.setattr(collectives, "_room", lambda process_set, _, device=device: room(process_set, device))
         assert torch.equal(allgather(x, "e4m3"), expected)
     names = {one._name for key, one in collectives._rooms.items() if key[2].type == "cuda"}

@@ -275,3 +275,21 @@ def test_a_table_that_is_on_the_device_is_not_sent_again() -> None:
             n_copies = cuda_standin.counts()["copies"] - before
     assert n_copies == 0
     cuda_standin.reset()
+
+
+def test_nothing_is_exchanged_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernels would become part of it, and what ranks tell each other would not: replays would send old bytes."""
+    import torch
+
+    from horovod_aps.kernels import for_torch
+
+    gpu = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for_torch.refuse_capture(gpu)
+    kernels = for_torch.kernels_for(gpu)
+    assert kernels.index == 1
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for_torch.refuse_capture(torch.device("cpu"))
+    for look in (lambda: for_torch.refuse_capture(gpu), kernels._framework_stream):
+        with pytest.raises(ValueError, match="CUDA graph"):
+            look()
