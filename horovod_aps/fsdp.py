@@ -19,12 +19,13 @@ from horovod_aps.engine.layer import Layer
 from horovod_aps.engine.layout import BucketLayout
 from horovod_aps.engine.reductions import Reduction
 from horovod_aps.engine.reductions.owners import Owners
-from horovod_aps.formats import Format, parse
+from horovod_aps.formats import Format
 from horovod_aps.frontends.compressor import BaseCompressor, ByBits
 from horovod_aps.frontends.group import join
 from horovod_aps.frontends.reducer import ReducerKey
 from horovod_aps.frontends.tensors import DTYPE_CODES
 from horovod_aps.kernels import for_torch
+from horovod_aps.options import read_format
 
 BLOCK = 1 << 15
 
@@ -49,8 +50,7 @@ class PackedReduceScatter(BaseCompressor):
             options: without error_feedback, overrides, transport and hierarchy.
         """
         self._check(block, options)
-        if not isinstance(format, Format):
-            format = parse(format)
+        format = read_format(format, who=self._who)
         if format.needs_error_feedback:
             raise ValueError(
                 f"{self._who}: format must do without error feedback, for which FSDP tells no names, got {format}"

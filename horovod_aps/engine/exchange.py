@@ -87,6 +87,8 @@ class Exchange:
         """If set, nothing new starts before it returns True; for a frontend that first asks who is there."""
         self.any_thread = True
         """Whether the progress thread may launch its kernels."""
+        self.is_active = False
+        """Whether `progress` knows that it holds something."""
         self.self_driven = False
         """Whether its frontend moves it on, in a thread of its own, and nobody else may."""
         self._is_auto = options.overrides == "auto"
@@ -195,19 +197,24 @@ class Exchange:
             finally:
                 self._next_look = time.perf_counter() + LOOK_SECONDS
                 self._lock.release()
-        progress.add(self)
+        if not self.is_active:
+            progress.add(self)
 
     def _take_in(self) -> None:
         """Note what was handed in."""
-        while self._submitted:
-            layer = self._submitted.popleft()
-            self._new.discard(layer.name)
-            if layer.name in self._pending:
-                raise _twice(layer)
-            self._pending[layer.name] = layer
+        pending, taken = self._pending, []
+        try:
+            while self._submitted:
+                layer = self._submitted.popleft()
+                self._new.discard(layer.name)
+                if layer.name in pending:
+                    raise _twice(layer)
+                pending[layer.name] = layer
+                taken.append(layer)
+        finally:
             if self._flight is not None:
-                self._flight.arrive(layer)
-            else:
+                self._flight.arrive(taken)
+            elif taken:
                 self._guess()
 
     def _guess(self) -> None:
@@ -707,8 +714,8 @@ class Exchange:
         self._serial = (self._serial + 1) % MAX_SERIAL
         for layer in work.layers:
             del self._pending[layer.name]
+        self._count_bytes(reduction, len(work.layers), flight.plan.n_elements_of[flight.n_agreed])
         flight.n_agreed += 1
-        self._count_bytes(work, reduction)
         self._jobs.append(Job(work, reduction.run(work)))
         if flight.is_agreed:
             self._flight = None
@@ -721,12 +728,11 @@ class Exchange:
         if self._chooser is not None and self.step_number >= self.options.auto_steps:
             self._choose()
 
-    def _count_bytes(self, work: Work, reduction: Reduction) -> None:
+    def _count_bytes(self, reduction: Reduction, n_layers: int, n_elements: int) -> None:
         """Count what leaves this rank, or its host where ranks of a host take turns to send for all of them."""
         assert self.transport is not None
         size, n_near = self.transport.size, reduction.n_near
-        n_elements = sum(spec.n_elements for spec in work.specs)
-        n_words = 11 + (len(work.specs) if reduction.needs_exponents else 0)
+        n_words = 11 + (n_layers if reduction.needs_exponents else 0)
         header = 4 * n_words * (size - n_near)
         self.statistics.add_bytes(reduction.bytes_sent() + header, 2 * (size - 1) / size * 4 * n_elements / n_near)
 

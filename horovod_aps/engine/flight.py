@@ -33,6 +33,7 @@ class Plan:
         self.digest = agreement.digest(description)
         self.buckets, self.reductions = plan_reductions(self.specs, options.bucket_mb, transport, choose_reduction)
         self.specs_of = [[self.specs[layer] for layer in bucket.layers] for bucket in self.buckets]
+        self.n_elements_of = [sum(spec.n_elements for spec in specs) for specs in self.specs_of]
         self.bucket_of = {self.specs[layer].name: i for i, b in enumerate(self.buckets) for layer in b.layers}
 
 
@@ -80,17 +81,17 @@ class Flight:
     def of(cls, plan: Plan, layers: Iterable[Layer]) -> Flight:
         """A flight with layers on board."""
         flight = cls(plan)
-        for layer in layers:
-            flight.arrive(layer)
+        flight.arrive(layers)
         return flight
 
-    def arrive(self, layer: Layer) -> None:
-        """Note a layer that is as planned."""
-        if self.plan.make_up.get(layer.name) != (layer.shape, layer.dtype) or layer.name in self.layers:
-            return
-        bucket = self.plan.bucket_of[layer.name]
-        self.layers[layer.name] = layer
-        self.missing[bucket] -= 1
+    def arrive(self, layers: Iterable[Layer]) -> None:
+        """Note the layers that are as planned."""
+        make_up, bucket_of, there, missing = self.plan.make_up, self.plan.bucket_of, self.layers, self.missing
+        for layer in layers:
+            name = layer.name
+            if make_up.get(name) == (layer.shape, layer.dtype) and name not in there:
+                there[name] = layer
+                missing[bucket_of[name]] -= 1
 
     @property
     def next_is_full(self) -> bool:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from horovod_aps.formats import Format
-from horovod_aps.kernels import NEAREST, SEGMENT
+from horovod_aps.kernels import ITEM_SIZES, NEAREST, SEGMENT
 
 MAX_LAYERS = 256  # layers per bucket: what one fixed-size exponent message has room for
 PIECE = 1 << 20  # elements of a part of a bucket that two ranks swap while the next one is encoded
@@ -63,6 +64,11 @@ class BucketLayout:
     def n_shards(self) -> int:
         """Number of shards."""
         return len(self.shard_bytes) - 1
+
+    @cached_property
+    def byte_of_segment(self) -> np.ndarray:
+        """Where in its layer a segment starts."""
+        return (self.segments["first"] * np.array(ITEM_SIZES)[self.segments["dtype"]]).astype(np.uint64)
 
     def parts(self) -> list[tuple[slice, slice]]:
         """Segments and bytes of the parts that two ranks swap one after the other, of at least PIECE elements."""

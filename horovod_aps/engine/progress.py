@@ -33,10 +33,9 @@ _waited: list[int] = []  # ids of the exchanges that somebody waits for
 def add(exchange: Exchange) -> None:
     """The exchange holds something that others may wait for."""
     global _thread, _last_look
-    if id(exchange) in _active:
-        return
     with _lock:
         _active[id(exchange)] = exchange
+        exchange.is_active = True
         _last_look = time.monotonic()
         if _thread is None or not _thread.is_alive() or _pid != os.getpid():
             _start_thread()
@@ -47,6 +46,7 @@ def remove(exchange: Exchange) -> None:
     """The exchange holds nothing any more."""
     with _lock:
         _active.pop(id(exchange), None)
+        exchange.is_active = False
         if not _active:
             _awake.clear()
 

@@ -154,7 +154,7 @@ class Carrier:
         self.kernels = CpuKernels()
         self.statistics = Statistics()
         self.step_number = 0
-        self._waiting: list[Sequence[Layer]] = []  # what was handed in, by group
+        self._waiting: list[Sequence[Any]] = []  # what was handed in, by group
 
     def submit(self, *layers: Layer) -> None:
         """Note one tensor or group; nothing is sent before somebody waits."""

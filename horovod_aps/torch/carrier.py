@@ -16,6 +16,7 @@ from horovod_aps.engine.seeds import stochastic_seed
 from horovod_aps.frontends.carrier import Carrier, Terms, back_scale, check_option_words
 from horovod_aps.kernels import FLOAT16, FLOAT32
 from horovod_aps.options import Options
+from horovod_aps.torch.gradient import Gradient
 from horovod_aps.torch.ticket import PACKED, Ticket
 
 VALUE_DTYPES = {FLOAT16: torch.float16, FLOAT32: torch.float32}
@@ -30,7 +31,7 @@ class _Exponents:
     """Of tensors that were handed in together, on their way."""
 
     terms: Terms
-    layers: Sequence[Layer]
+    layers: Sequence[Gradient]
     sources: list[torch.Tensor]
     words: torch.Tensor
     handle: int
@@ -41,7 +42,7 @@ class _Values:
     """Of one tensor, on their way."""
 
     terms: Terms
-    layer: Layer
+    layer: Gradient
     word: int
     handle: int
 
@@ -132,9 +133,9 @@ class TorchCarrier(Carrier):
             moved = True
         return moved
 
-    def _start_exponents(self, layers: Sequence[Layer]) -> _Exponents:
+    def _start_exponents(self, layers: Sequence[Gradient]) -> _Exponents:
         """CUDA tensors go by the host."""
-        sources = [layer.keep.staged.cpu() for layer in layers]
+        sources = [layer.staged.cpu() for layer in layers]
         words = self.words(layers, [source.data_ptr() for source in sources])
         shared = torch.tensor(words, dtype=torch.int32)
         handle = mpi_ops.allreduce_async_(
@@ -142,7 +143,9 @@ class TorchCarrier(Carrier):
         )
         return _Exponents(self.terms, layers, sources, shared, handle)
 
-    def _start_values(self, terms: Terms, layer: Layer, source: torch.Tensor, word: int, seed: int | None) -> _Values:
+    def _start_values(
+        self, terms: Terms, layer: Gradient, source: torch.Tensor, word: int, seed: int | None
+    ) -> _Values:
         values = torch.empty(source.numel(), dtype=VALUE_DTYPES[terms.place.dtype])
         self.fill(terms, layer, source.data_ptr(), values.data_ptr(), word, seed, self.step_number)
         handle = mpi_ops.allreduce_async_(
@@ -156,6 +159,6 @@ class TorchCarrier(Carrier):
         power, finite = back_scale(entry.word, entry.terms.place)
         # float64 holds every sum times every power of two that occurs, so this rounds once
         scaled = torch.ldexp(total.double(), torch.tensor(power)) * entry.layer.factor
-        target = entry.layer.keep.result
+        target = entry.layer.result
         target.copy_((scaled if finite else torch.full_like(scaled, torch.nan)).view(target.shape))
         entry.layer.done = True

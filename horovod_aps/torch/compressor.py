@@ -14,7 +14,6 @@ from horovod.torch.compression import Compressor
 
 from horovod_aps.engine import progress
 from horovod_aps.engine.exchange import Exchange
-from horovod_aps.engine.layer import Layer
 from horovod_aps.errors import LostPeer
 from horovod_aps.frontends import checks
 from horovod_aps.frontends.compressor import BaseCompressor, ByBits
@@ -25,22 +24,12 @@ from horovod_aps.kernels import for_torch
 from horovod_aps.kernels.for_torch import on
 from horovod_aps.torch import operations, seam
 from horovod_aps.torch.carrier import TorchCarrier
+from horovod_aps.torch.gradient import Gradient
 from horovod_aps.torch.suspicion import Suspicion
 from horovod_aps.torch.ticket import COLLECTIVE, Ticket, TicketOffice
 from horovod_aps.transports.collective import LATER, NEVER, NOW, CollectiveTransport
 
 MAX_MET = 256  # groups, as programs may name them as they like
-
-
-@dataclass(slots=True)
-class _Context:
-    """What `decompress` must know of one tensor; the rest once Horovod has handed it in."""
-
-    original: torch.Tensor
-    staged: torch.Tensor
-    batch: _Batch | None = None
-    layer: Layer | None = None
-    result: torch.Tensor | None = None
 
 
 @dataclass
@@ -57,7 +46,7 @@ class _Batch:
     reducer: Reducer
     ticket: Ticket = field(init=False)
     closed: bool = False
-    group: list[Layer] | None = None
+    group: list[Gradient] | None = None
     n_unnamed: int = 0
     suspicion: Suspicion | None = None
     """While ranks have not met yet in this reducer, or group."""
@@ -74,6 +63,7 @@ class PackedCompressor(BaseCompressor, Compressor):
     def _start(self) -> None:
         super()._start()
         self._batches: dict[tuple[int, torch.device], _Batch] = {}
+        self._open: _Batch | None = None  # the one that the last single tensor went into
         self._world: Any = None
         self._n_unnamed_groups = 0
         self._met: set[Any] = set()  # where ranks have been waited for once in this world
@@ -82,27 +72,28 @@ class PackedCompressor(BaseCompressor, Compressor):
 
     # ---- Horovod's interface ------------------------------------------------------------------------------
 
-    def compress(self, tensor: torch.Tensor | None = None) -> tuple[torch.Tensor, _Context | None]:
+    def compress(self, tensor: torch.Tensor | None = None) -> tuple[torch.Tensor, Gradient | None]:
         """Mark a floating-point tensor for the exchange; others are left to Horovod, as by its own compressors."""
         if tensor is None:  # it is `self`: the class was passed, as one passes hvd.Compression.fp16
             raise TypeError(checks.NO_INSTANCE)
         if mpi_ops.size() == 1:
             return tensor, None
-        if not tensor.dtype.is_floating_point:
-            return seam.wire(tensor, self), None
         if tensor.dtype not in DTYPE_CODES:
-            raise checks.wrong_dtype(tensor.dtype)
-        for_torch.refuse_capture(tensor.device)
+            if tensor.dtype.is_floating_point:
+                raise checks.wrong_dtype(tensor.dtype)
+            return seam.wire(tensor, self), None
+        if tensor.is_cuda:
+            for_torch.refuse_capture(tensor.device)
         staged = tensor.contiguous().resolve_neg()  # itself, unless its memory is not what it says
         wired = seam.wire(staged, self)
-        context = wired.aps_context = _Context(tensor, staged)
-        return wired, context
+        gradient = wired.aps_context = Gradient.of(tensor, staged, DTYPE_CODES[staged.dtype])
+        return wired, gradient
 
-    def decompress(self, tensor: torch.Tensor, ctx: _Context | None) -> torch.Tensor:
+    def decompress(self, tensor: torch.Tensor, ctx: Gradient | None) -> torch.Tensor:
         """The reduced tensor; the first call after a batch was submitted exchanges all of it."""
         if ctx is None:
             return seam.plain(tensor)
-        if ctx.batch is None or ctx.layer is None:
+        if ctx.batch is None:
             raise ValueError(
                 "APSCompressor: this tensor was compressed but not all-reduced through us; op must be "
                 "Average or Sum, and hvd.DistributedOptimizer(op=hvd.Adasum) is not supported"
@@ -116,7 +107,6 @@ class PackedCompressor(BaseCompressor, Compressor):
             return ctx.original
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:  # keep autograd's link
             return tensor.as_subclass(torch.Tensor)
-        assert ctx.result is not None
         return ctx.result
 
     def state_dict(self) -> dict[str, Any]:
@@ -164,7 +154,16 @@ class PackedCompressor(BaseCompressor, Compressor):
         """As `_submit_group`, for a tensor by itself: there may be thousands of small ones."""
         if op != mpi_ops.Average and op != mpi_ops.Sum:
             raise checks.wrong_op(op, mpi_ops)
-        batch = self._open_batch(process_set_id, tensor.device)
+        device = tensor.aps_context.staged.device
+        batch = self._open
+        if (
+            batch is None
+            or batch.closed
+            or batch.process_set_id != process_set_id
+            or batch.device != device
+            or batch.world is not mpi_ops._handle_map
+        ):
+            batch = self._open = self._open_batch(process_set_id, device)
         size = len(batch.members)
         layer = self._layer(batch, tensor, output, name, factor / size if op == mpi_ops.Average else factor)
         if batch.suspicion is not None and name is not None:
@@ -184,27 +183,23 @@ class PackedCompressor(BaseCompressor, Compressor):
 
     def _layer(
         self, batch: _Batch, tensor: seam.WireTensor, output: torch.Tensor, name: str | None, factor: float
-    ) -> Layer:
-        """What the exchange must know of a tensor, whose context learns where its result will be."""
-        context: _Context = tensor.aps_context
+    ) -> Gradient:
+        """The tensor that was compressed, now with a name and a place for its result."""
+        gradient: Gradient = tensor.aps_context
         if name is None:
             if self._options.error_feedback:
                 raise checks.no_name()
             name = f"noname.{batch.n_unnamed}"
             batch.n_unnamed += 1
-        staged = context.staged
-        result = staged if output is tensor else output.as_subclass(torch.Tensor)
-        layer = Layer(
-            name, staged.shape, DTYPE_CODES[staged.dtype], staged.data_ptr(), result.data_ptr(), factor, context
-        )
-        context.batch, context.result, context.layer = batch, result, layer
-        return layer
+        result = gradient.staged if output is tensor else output.as_subclass(torch.Tensor)
+        gradient.hand_in(name, factor, result, batch)
+        return gradient
 
-    def _hand_in(self, batch: _Batch, layers: list[Layer]) -> None:
+    def _hand_in(self, batch: _Batch, layers: list[Gradient]) -> None:
         """Submit layers to what reduces them."""
         if batch.size == 1:  # nothing to agree on and nothing to round
             for layer in layers:
-                torch.mul(layer.keep.staged, layer.factor, out=layer.keep.result)
+                torch.mul(layer.staged, layer.factor, out=layer.result)
                 layer.done = True
         else:
             with on(batch.device):
@@ -293,10 +288,9 @@ class PackedCompressor(BaseCompressor, Compressor):
 
     # ---- Results go out -----------------------------------------------------------------------------------
 
-    def _finish(self, ctx: _Context) -> None:
+    def _finish(self, layer: Gradient) -> None:
         """Have the result of a tensor, or raise why there is none."""
-        batch, layer = ctx.batch, ctx.layer
-        assert batch is not None and layer is not None
+        batch: _Batch = layer.batch
         if batch.group is not None:  # Horovod has waited, but not for a group that has integers as well
             mpi_ops.synchronize(batch.ticket.handle)
         batch.ticket.waited_for()

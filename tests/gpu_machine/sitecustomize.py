@@ -26,7 +26,7 @@ def play_torch() -> None:
 
     def layer(self, *arguments):
         made = layer_of(self, *arguments)
-        for tensor in (made.keep.staged, made.keep.result):
+        for tensor in (made.staged, made.result):
             cuda_standin.register(tensor.data_ptr(), tensor.numel() * tensor.element_size())
         return made
 

@@ -157,5 +157,7 @@ def test_errors_reach_all_ranks():
             APSReduceScatter(4, 3, **wrong)
     with pytest.raises(ValueError, match="PackedReduceScatter: format must do without error feedback.* got onebit"):
         PackedReduceScatter("onebit")
+    with pytest.raises(ValueError, match="PackedReduceScatter: format must be one of .* got 'e9'"):
+        PackedReduceScatter("e9")
     for comm in (APSReduceScatter(4, 3, block=7), PackedReduceScatter("mx-e4m3", block=7)):
         assert copy.deepcopy(comm)._block == 7 and repr(copy.deepcopy(comm)) == repr(comm)

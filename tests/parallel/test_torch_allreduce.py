@@ -304,6 +304,19 @@ def test_error_feedback_wants_names():
     assert torch.all(hvd.allreduce(torch.ones(7), compression=APSCompressor(4, 3)) == 1)
 
 
+def test_compressed_once_and_allreduced_again():
+    """One after the other works; both at once would have one result stand for both."""
+    compressor = APSCompressor(4, 3)
+    wired, context = compressor.compress(torch.ones(5))
+    for name in ("once.a", "once.b"):
+        output = hvd.synchronize(hvd.allreduce_async(wired, op=hvd.Sum, name=name))
+        assert compressor.decompress(output, context).tolist() == [hvd.size()] * 5
+    handle = hvd.allreduce_async(wired, op=hvd.Sum, name="once.c")
+    with pytest.raises(ValueError, match="compressed once and all-reduced twice"):
+        hvd.allreduce_async(wired, op=hvd.Sum, name="once.d")
+    assert compressor.decompress(hvd.synchronize(handle), context).tolist() == [hvd.size()] * 5
+
+
 @pytest.mark.parametrize("transport", ["packed", "allreduce"])
 def test_set_format_between_steps(transport):
     """Oracle: a compressor that had the new format from the start; a rank that is left behind is an error on all."""

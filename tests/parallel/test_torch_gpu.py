@@ -29,7 +29,7 @@ def gpu(monkeypatch):
 
         def registered(self, *arguments):
             layer = layer_of(self, *arguments)
-            for tensor in (layer.keep.staged, layer.keep.result):
+            for tensor in (layer.staged, layer.result):
                 cuda_standin.register(tensor.data_ptr(), tensor.numel() * tensor.element_size())
             return layer
 

@@ -24,7 +24,6 @@ from horovod_aps.kernels import (
     EXP_NONFINITE,
     EXP_ZERO,
     FLOAT32,
-    ITEM_SIZES,
     SUM_FLOAT,
     SUM_FORMAT,
     SUM_KAHAN,
@@ -146,8 +145,7 @@ class Work:
 
     def _point_at(self, addresses: list[int]) -> None:
         starts = np.array(addresses, np.uint64)[self.bucket.layer_of_segment]
-        sizes = np.array(ITEM_SIZES)[self.bucket.segments["dtype"]]
-        self.table["data"] = starts + (self.table["first"] * sizes).astype(np.uint64)
+        self.table["data"] = starts + self.bucket.byte_of_segment
         self.table["dtype"] = self.bucket.segments["dtype"]
 
     def point_at_targets(self) -> None:
