@@ -29,16 +29,11 @@ OPS = ("HorovodAlltoall", "HorovodAllgather")
 MAX_KEPT = 32  # tensors to send from, each of another size
 
 
-def are_wanted() -> bool:
-    """Whether messages of this process's GPUs should travel so: if Horovod was built to do it by NCCL.
+def may_carry() -> bool:
+    """Whether messages of this process's GPUs, where it has any, should travel so: if Horovod does it by NCCL.
 
     Not if Horovod says that an operation is over before it is (HOROVOD_ENABLE_ASYNC_COMPLETION).
     """
-    return may_carry() and bool(devices.gpus()) and devices.array_module() is not None
-
-
-def may_carry() -> bool:
-    """Whether messages of a GPU may travel so, if there is one."""
     return config.gpu_way() == "auto" and has_nccl() and not config.completes_early()
 
 
