@@ -250,13 +250,15 @@ def speed() -> Records:
                 ctypes.memmove(copy.data_ptr(), x.data_ptr(), x.nbytes)
 
             def encode(x: Tensor = x, bound: float = bound, stream: Tensor = stream) -> None:
-                size = codec.library().aps_act_encode(x.data_ptr(), x.numel(), 0, bound, 1)
+                size = codec.library().aps_act_encode(x.data_ptr(), x.numel(), 0, bound, None, 0, 1)
                 codec.library().aps_act_fetch(stream.data_ptr(), size)
 
             out = torch.empty_like(x)
 
             def decode(stream: Tensor = stream, out: Tensor = out) -> None:
-                codec.library().aps_act_decode(stream.data_ptr(), stream.numel(), out.data_ptr(), out.numel(), 0, 1)
+                codec.library().aps_act_decode(
+                    stream.data_ptr(), stream.numel(), out.data_ptr(), out.numel(), 0, None, 1
+                )
 
             records.append(
                 {

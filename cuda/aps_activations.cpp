@@ -5,6 +5,10 @@
 #include "aps_activations.h"
 
 #include <stdlib.h>
+
+#include <memory>
+#include <new>
+#include <vector>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #define ACT_X86 1
@@ -32,13 +36,32 @@ struct Job {
     void* out;
     int64_t n;
     ActQuantizer q;
+    int64_t origin = 0;  // what of the tensor out begins with
+    bool is_guided = false;
+    ActGuide guide;
+    const uint8_t* mask = nullptr;
+    const float* predicted = nullptr;  // of the chunk at work
+    const float* predicted_at(int64_t begin) const { return predicted ? predicted + begin % ACT_CHUNK : nullptr; }
 };
+int aps_popcount(uint64_t word) { return __builtin_popcountll(word); }
 
 // ---------------------------------------------------------------------------------------------- chunks
 // One chunk of blocks; the two instruction sets differ in what does a whole block.
 struct Baseline {
     static ActPlan encode(const Job& job, int64_t begin, uint8_t* out) {
         int codes[ACT_BLOCK];
+        if (job.is_guided) {
+            const uint64_t mask = act_mask_word(job.mask, begin, job.n);
+            const int good = act_guided_codes(job.data, begin, job.n, job.guide, mask, job.predicted_at(begin), codes);
+            ActPlan p = act_plan_codes(codes, good, job.q.dtype);
+            if (good && job.mask) act_split_codes(codes, mask, &p);
+            if (p.mode == ACT_SPLIT) {
+                act_write_split(codes, mask, p, out);
+            } else {
+                act_write(job.data, begin, job.n, codes, p, job.q.dtype, out);
+            }
+            return p;
+        }
         const int good = act_codes(job.data, begin, job.n, job.q, codes);
         const ActPlan p = act_plan_codes(codes, good, job.q.dtype);
         act_write(job.data, begin, job.n, codes, p, job.q.dtype, out);
@@ -46,8 +69,18 @@ struct Baseline {
     }
     static bool decode(const Job& job, const uint8_t* in, int64_t, const ActPlan& p, int64_t begin) {
         int codes[ACT_BLOCK];
-        if (p.mode != ACT_RAW && !act_read(in, p, codes)) return false;
-        act_restore(in, p, codes, job.q, job.out, begin, job.n);
+        const uint64_t mask = job.is_guided ? act_mask_word(job.mask, begin, job.n) : 0;
+        if (p.mode == ACT_SPLIT) {
+            if (!act_read_split(in, mask, p, codes)) return false;
+        } else if (p.mode != ACT_RAW && !act_read(in, p, codes)) {
+            return false;
+        }
+        const int64_t at = begin - job.origin, n = job.n - job.origin;
+        if (job.is_guided && p.mode != ACT_RAW) {
+            act_guided_restore(codes, job.guide, mask, job.predicted_at(begin), job.out, begin, job.origin, job.n);
+        } else {
+            act_restore(in, p, codes, job.q, job.out, at, n);
+        }
         return true;
     }
 };
@@ -66,18 +99,30 @@ template <int DTYPE>
 struct Avx2 {
     static inline __attribute__((always_inline)) ActPlan encode(const Job& job, int64_t begin, uint8_t* out) {
         if (begin + ACT_BLOCK > job.n || job.q.inverse == 0.0f) return Baseline::encode(job, begin, out);
+        if (job.is_guided) {
+            const uint64_t mask = act_mask_word(job.mask, begin, job.n);
+            return encode_guided<DTYPE>(job.data, begin, mask, job.mask != nullptr, job.predicted_at(begin),
+                                        GuideConstants(job.guide), out);
+        }
         return encode_block<DTYPE>(job.data, begin, Constants(job.q), out);
     }
     static inline __attribute__((always_inline)) bool decode(const Job& job, const uint8_t* in, int64_t room,
                                                              const ActPlan& p, int64_t begin) {
-        if (begin + ACT_BLOCK > job.n) return Baseline::decode(job, in, room, p, begin);
+        if (begin + ACT_BLOCK > job.n || (job.is_guided && job.q.inverse == 0.0f)) {
+            return Baseline::decode(job, in, room, p, begin);
+        }
         uint8_t copy[ACT_BLOCK * 4 + 16];
         if (room < p.size + 16) {
             memcpy(copy, in, (size_t)p.size);
             memset(copy + p.size, 0, 16);
             in = copy;
         }
-        return decode_block<DTYPE>(in, p, Constants(job.q), job.out, begin);
+        if (job.is_guided) {
+            const uint64_t mask = act_mask_word(job.mask, begin, job.n);
+            return decode_guided<DTYPE>(in, p, mask, job.predicted_at(begin), GuideConstants(job.guide), job.out, begin,
+                                        job.origin);
+        }
+        return decode_block<DTYPE>(in, p, Constants(job.q), job.out, begin - job.origin);
     }
 };
 int64_t encode_chunk_vector(const Job& job, int64_t chunk, uint8_t* out) {
@@ -127,6 +172,182 @@ bool is_valid(int64_t n, int dtype) {
 }
 int64_t chunks_of(int64_t n) { return (n + ACT_CHUNK - 1) / ACT_CHUNK; }
 int64_t chunk_room(int dtype) { return 2 * ACT_CHUNK_BLOCKS + (int64_t)ACT_CHUNK * aps_dtype_size(dtype) + 16; }
+
+int64_t encode_one(const Job& job, int64_t chunk, uint8_t* out, bool vectors) {
+#ifdef ACT_X86
+    if (vectors) return encode_chunk_vector(job, chunk, out);
+#endif
+    (void)vectors;
+    return encode_chunk_baseline(job, chunk, out);
+}
+bool decode_one(const Job& job, int64_t chunk, const uint8_t* in, int64_t size, int64_t room, bool vectors) {
+#ifdef ACT_X86
+    if (vectors) return decode_chunk_vector(job, chunk, in, size, room);
+#endif
+    (void)vectors;
+    return decode_chunk_baseline(job, chunk, in, size, room);
+}
+
+}  // namespace
+
+// How a guided stream was made; as in codec.py. A prediction is the sum of its sources where that is positive, else
+// zero; a source is a stream of as many values, times a scale and plus a shift of its channel if these are there.
+struct ActHints;
+struct ActSource {
+    const uint8_t* stream;
+    int64_t size;
+    const ActHints* hints;  // of the stream, or none
+    const float* scale;
+    const float* shift;
+    int64_t n_channels, plane;  // value i belongs to channel i / plane % n_channels
+    int64_t dtype;
+};
+struct ActHints {
+    const uint8_t* mask;  // (n + 7) / 8 bytes, or none
+    int64_t n_sources;
+    const ActSource* sources;
+};
+
+namespace {
+
+enum { ACT_MAX_SOURCES = 2, ACT_MAX_DEPTH = 16 };
+
+class Reader;
+// The prediction of one chunk after the other.
+class Predictor {
+public:
+    int64_t open(const ActHints& hints, int64_t n, int depth, bool vectors);
+    bool read(int64_t chunk);
+    const float* values() const { return values_.get(); }
+
+private:
+    const ActSource* sources_ = nullptr;
+    int64_t n_ = 0;
+    std::unique_ptr<float[]> values_, decoded_;
+    std::unique_ptr<uint16_t[]> halves_;
+    std::vector<std::unique_ptr<Reader>> readers_;
+};
+// A stream, read chunk by chunk, forwards.
+class Reader {
+public:
+    int64_t open(const uint8_t* stream, int64_t size, int64_t n, int dtype, const ActHints* hints, int depth,
+                 bool vectors);
+    bool read(int64_t chunk, void* out, int64_t origin);
+
+private:
+    const uint8_t* stream_ = nullptr;
+    int64_t size_ = 0, at_ = 0, next_ = 0;
+    bool vectors_ = false;
+    Job job_;
+    std::unique_ptr<Predictor> predictor_;
+};
+
+int64_t Predictor::open(const ActHints& hints, int64_t n, int depth, bool vectors) {
+    if (hints.n_sources < 1 || hints.n_sources > ACT_MAX_SOURCES || !hints.sources || depth > ACT_MAX_DEPTH) {
+        return ACT_BAD_ARGUMENT;
+    }
+    sources_ = hints.sources;
+    n_ = n;
+    values_.reset(new (std::nothrow) float[ACT_CHUNK]);
+    decoded_.reset(new (std::nothrow) float[ACT_CHUNK]);
+    halves_.reset(new (std::nothrow) uint16_t[ACT_CHUNK]);
+    if (!values_ || !decoded_ || !halves_) return ACT_NO_MEMORY;
+    for (int64_t k = 0; k < hints.n_sources; ++k) {
+        const ActSource& s = sources_[k];
+        if (s.scale && (!s.shift || s.n_channels < 1 || s.plane < 1)) return ACT_BAD_ARGUMENT;
+        readers_.emplace_back(new (std::nothrow) Reader);
+        if (!readers_.back()) return ACT_NO_MEMORY;
+        const int64_t status = readers_.back()->open(s.stream, s.size, n, (int)s.dtype, s.hints, depth + 1, vectors);
+        if (status) return status;
+    }
+    return 0;
+}
+bool Predictor::read(int64_t chunk) {
+    const int64_t first = chunk * ACT_CHUNK;
+    const int count = n_ - first < ACT_CHUNK ? (int)(n_ - first) : (int)ACT_CHUNK;
+    float* values = values_.get();
+    for (int i = 0; i < ACT_CHUNK; ++i) values[i] = 0.0f;
+    for (size_t k = 0; k < readers_.size(); ++k) {
+        const ActSource& s = sources_[k];
+        const int dtype = (int)s.dtype;
+        float* x = decoded_.get();
+        void* out = dtype == APS_F32 ? (void*)x : halves_.get();
+        if (!readers_[k]->read(chunk, out, first)) return false;
+        for (int i = 0; i < count && dtype != APS_F32; ++i) x[i] = act_load(out, dtype, i);
+        if (!s.scale) {
+            for (int i = 0; i < count; ++i) values[i] += x[i];
+            continue;
+        }
+        int64_t channel = first / s.plane % s.n_channels, left = s.plane - first % s.plane;
+        for (int i = 0; i < count;) {
+            const int end = left < count - i ? i + (int)left : count;
+            const float a = s.scale[channel], b = s.shift[channel];
+            for (; i < end; ++i) values[i] += a * x[i] + b;
+            left = s.plane;
+            channel = channel + 1 < s.n_channels ? channel + 1 : 0;
+        }
+    }
+    for (int i = 0; i < count; ++i) {
+        const float v = values[i] > 0.0f ? values[i] : 0.0f;
+        values[i] = v < 3e38f ? v : 3e38f;
+    }
+    return true;
+}
+
+int64_t Reader::open(const uint8_t* stream, int64_t size, int64_t n, int dtype, const ActHints* hints, int depth,
+                     bool vectors) {
+    if (!is_valid(n, dtype) || size < 0 || !stream) return ACT_BAD_ARGUMENT;
+    ActHeader header;
+    if (size < (int64_t)sizeof header) return ACT_MALFORMED;
+    memcpy(&header, stream, sizeof header);
+    const int64_t n_chunks = chunks_of(n);
+    const int flags = (hints && hints->mask ? ACT_MASKED : 0) | (hints && hints->n_sources ? ACT_PREDICTED : 0);
+    if (header.magic != ACT_MAGIC || header.dtype != dtype || header.n != n || header.size != size ||
+        header.n_chunks != n_chunks || !(header.bound >= 0.0f) || !(header.bound <= 2e30f) || header.flags != flags ||
+        header.coarse > ACT_MAX_COARSE || (header.coarse && flags != ACT_MASKED)) {
+        return ACT_MALFORMED;
+    }
+    const int64_t table = (int64_t)sizeof header;
+    if (size - table < 4 * n_chunks) return ACT_MALFORMED;
+    int64_t end = table + 4 * n_chunks;
+    for (int64_t chunk = 0; chunk < n_chunks; ++chunk) {
+        const int64_t bytes = (int64_t)act_get64(stream + table + 4 * chunk, 4);
+        if (bytes > size - end) return ACT_MALFORMED;
+        end += bytes;
+    }
+    if (end != size) return ACT_MALFORMED;
+    stream_ = stream;
+    size_ = size;
+    at_ = table + 4 * n_chunks;
+    vectors_ = vectors;
+    job_.data = nullptr;
+    job_.n = n;
+    job_.q = act_quantizer(header.bound, 0.0, dtype);
+    job_.is_guided = flags != 0;
+    if (!flags) return 0;
+    job_.guide = act_guide(header.bound, 0.0, dtype, header.coarse, flags & ACT_PREDICTED);
+    job_.mask = hints->mask;
+    if (!(flags & ACT_PREDICTED)) return 0;
+    predictor_.reset(new (std::nothrow) Predictor);
+    if (!predictor_) return ACT_NO_MEMORY;
+    job_.predicted = nullptr;
+    return predictor_->open(*hints, n, depth, vectors);
+}
+bool Reader::read(int64_t chunk, void* out, int64_t origin) {
+    const uint8_t* table = stream_ + sizeof(ActHeader);
+    for (; next_ < chunk; ++next_) at_ += (int64_t)act_get64(table + 4 * next_, 4);
+    if (predictor_) {
+        if (!predictor_->read(chunk)) return false;
+        job_.predicted = predictor_->values();
+    }
+    job_.out = out;
+    job_.origin = origin;
+    const int64_t bytes = (int64_t)act_get64(table + 4 * chunk, 4);
+    const bool good = decode_one(job_, chunk, stream_ + at_, bytes, size_ - at_, vectors_);
+    at_ += bytes;
+    next_ = chunk + 1;
+    return good;
+}
 
 // What the last encode of this thread has left for aps_act_fetch: parts with room for the worst case, of which only
 // the pages that are written become resident.
@@ -180,15 +401,26 @@ int parts_for(int64_t n_chunks, int n_threads) {
 extern "C" {
 
 // Compress n values within eb; returns the size of the stream, which aps_act_fetch of the same thread then writes. The
-// stream does not depend on the number of threads.
-int64_t aps_act_encode(const void* data, int64_t n, int dtype, double eb, int n_threads) {
-    if (!is_valid(n, dtype) || (n && !data) || !(eb >= 0)) return ACT_BAD_ARGUMENT;
+// stream does not depend on the number of threads. hints, or none: what decoding will be given too; where their mask is
+// off the bound is eb·2^coarse.
+int64_t aps_act_encode(const void* data, int64_t n, int dtype, double eb, const ActHints* hints, int coarse,
+                       int n_threads) {
+    if (!is_valid(n, dtype) || (n && !data) || !(eb >= 0) || coarse < 0 || coarse > ACT_MAX_COARSE) {
+        return ACT_BAD_ARGUMENT;
+    }
+    const int flags = (hints && hints->mask ? ACT_MASKED : 0) | (hints && hints->n_sources ? ACT_PREDICTED : 0);
+    if (coarse && flags != ACT_MASKED) return ACT_BAD_ARGUMENT;
     Job job;
     job.data = data;
     job.out = nullptr;
     job.n = n;
     const float bound = act_bound(eb, dtype);
     job.q = act_quantizer(bound, eb, dtype);
+    job.is_guided = flags != 0;
+    if (flags) {
+        job.guide = act_guide(bound, eb, dtype, coarse, flags & ACT_PREDICTED);
+        job.mask = hints->mask;
+    }
     const int64_t n_chunks = chunks_of(n);
     const int parts = parts_for(n_chunks, n_threads);
     Made& made = t_made;
@@ -196,27 +428,33 @@ int64_t aps_act_encode(const void* data, int64_t n, int dtype, double eb, int n_
     made.part_room = made.share * chunk_room(dtype) + 16;
     if (!made.reserve(parts * made.part_room + 16, n_chunks + 1)) return ACT_NO_MEMORY;
     const bool vectors = use_vectors();
+    int64_t failed = 0;
     for_parts(parts, [&](int part) {
         RoundingToNearest environment;
         uint8_t* out = made.memory + part * made.part_room;
         const int64_t end = (part + 1) * made.share < n_chunks ? (part + 1) * made.share : n_chunks;
-        for (int64_t chunk = part * made.share; chunk < end; ++chunk) {
-#ifdef ACT_X86
-            const int64_t size =
-                vectors ? encode_chunk_vector(job, chunk, out) : encode_chunk_baseline(job, chunk, out);
-#else
-            const int64_t size = encode_chunk_baseline(job, chunk, out);
-#endif
+        Predictor predictor;
+        Job own = job;
+        int64_t status = flags & ACT_PREDICTED ? predictor.open(*hints, n, 0, vectors) : 0;
+        for (int64_t chunk = part * made.share; chunk < end && !status; ++chunk) {
+            if (flags & ACT_PREDICTED) {
+                if (!predictor.read(chunk)) status = ACT_MALFORMED;
+                own.predicted = predictor.values();
+            }
+            const int64_t size = encode_one(own, chunk, out, vectors);
             made.sizes[chunk] = (uint32_t)size;
             out += size;
         }
+        if (status) __atomic_store_n(&failed, status, __ATOMIC_RELAXED);
     });
-    (void)vectors;
+    if (failed) return failed;
     int64_t total = (int64_t)sizeof(ActHeader) + 4 * n_chunks;
     for (int64_t chunk = 0; chunk < n_chunks; ++chunk) total += made.sizes[chunk];
     memset(&made.header, 0, sizeof made.header);
     made.header.magic = ACT_MAGIC;
     made.header.dtype = (uint8_t)dtype;
+    made.header.flags = (uint8_t)flags;
+    made.header.coarse = (uint8_t)coarse;
     made.header.n = n;
     made.header.bound = bound;
     made.header.n_chunks = (uint32_t)n_chunks;
@@ -242,58 +480,27 @@ int64_t aps_act_fetch(uint8_t* out, int64_t size) {
     return 0;
 }
 
-// Restore n values of a dtype from any `size` bytes. What a malformed stream has written to out by then stays there.
-int64_t aps_act_decode(const uint8_t* stream, int64_t size, void* out, int64_t n, int dtype, int n_threads) {
-    if (!is_valid(n, dtype) || (n && !out) || size < 0 || !stream) return ACT_BAD_ARGUMENT;
-    ActHeader header;
-    if (size < (int64_t)sizeof header) return ACT_MALFORMED;
-    memcpy(&header, stream, sizeof header);
+// Restore n values of a dtype from any `size` bytes, with the hints that they were made with. What a malformed stream
+// has written to out by then stays there.
+int64_t aps_act_decode(const uint8_t* stream, int64_t size, void* out, int64_t n, int dtype, const ActHints* hints,
+                       int n_threads) {
+    if (!is_valid(n, dtype) || (n && !out)) return ACT_BAD_ARGUMENT;
     const int64_t n_chunks = chunks_of(n);
-    if (header.magic != ACT_MAGIC || header.dtype != dtype || header.n != n || header.size != size ||
-        header.n_chunks != n_chunks || !(header.bound >= 0.0f) || !(header.bound <= 2e30f)) {
-        return ACT_MALFORMED;
-    }
-    const int64_t table = (int64_t)sizeof header;
-    if (size - table < 4 * n_chunks) return ACT_MALFORMED;
-    Job job;
-    job.data = nullptr;
-    job.out = out;
-    job.n = n;
-    job.q = act_quantizer(header.bound, 0.0, dtype);
     const int parts = parts_for(n_chunks, n_threads);
     const int64_t share = (n_chunks + parts - 1) / parts;
-    int64_t end = table + 4 * n_chunks;
-    for (int64_t chunk = 0; chunk < n_chunks; ++chunk) {
-        const int64_t bytes = (int64_t)act_get64(stream + table + 4 * chunk, 4);
-        if (bytes > size - end) return ACT_MALFORMED;
-        end += bytes;
-    }
-    if (end != size) return ACT_MALFORMED;
     const bool vectors = use_vectors();
-    int n_wrong = 0;
+    int64_t failed = 0;
     for_parts(parts, [&](int part) {
         RoundingToNearest environment;
-        int64_t at = table + 4 * n_chunks;
+        Reader reader;
+        int64_t status = reader.open(stream, size, n, dtype, hints, 0, vectors);
         const int64_t last = (part + 1) * share < n_chunks ? (part + 1) * share : n_chunks;
-        for (int64_t chunk = 0; chunk < last; ++chunk) {
-            const int64_t bytes = (int64_t)act_get64(stream + table + 4 * chunk, 4);
-            if (chunk >= part * share) {
-#ifdef ACT_X86
-                const bool good = vectors ? decode_chunk_vector(job, chunk, stream + at, bytes, size - at)
-                                          : decode_chunk_baseline(job, chunk, stream + at, bytes, size - at);
-#else
-                const bool good = decode_chunk_baseline(job, chunk, stream + at, bytes, size - at);
-#endif
-                if (!good) {
-                    __atomic_add_fetch(&n_wrong, 1, __ATOMIC_RELAXED);
-                    return;
-                }
-            }
-            at += bytes;
+        for (int64_t chunk = part * share; chunk < last && !status; ++chunk) {
+            if (!reader.read(chunk, out, 0)) status = ACT_MALFORMED;
         }
+        if (status) __atomic_store_n(&failed, status, __ATOMIC_RELAXED);
     });
-    (void)vectors;
-    return n_wrong ? ACT_MALFORMED : 0;
+    return failed;
 }
 
 // ---- one bit per value

@@ -24,10 +24,31 @@ from torch import Tensor, nn
 START = 0.05  # of the tensor's rms: the bound of layers that have a theory before a gradient was seen
 OTHER = 0.002  # of the tensor's rms: the bound where there is no theory
 MOST = 0.5  # of the tensor's rms: wider bins would tell too little for errors to be uniform
+BEHIND = 0.15  # of the share, for errors that reach only the gradient behind a batch norm: they add up over layers
 KEPT = 0.9  # of the running mean of |gradient|
 
 _WEIGHTED = (nn.Linear, nn.modules.conv._ConvNd)
 _NORMALISING = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
+
+
+@dataclass
+class Off:
+    """A batch norm's measurements for the places where the ReLU behind it is off."""
+
+    is_zero: bool = True
+    """No gradient came back there."""
+    n_places: int = 0
+    """By channel."""
+    squares: Tensor | None = None
+    """By channel, sum of the squares of the loss gradient at the output."""
+    inverse: Tensor | None = None
+    """By channel, 1 / standard deviation."""
+
+    def add(self, other: Off) -> Off:
+        """Of two passes, with the deviations of the later."""
+        if not (self.is_zero and other.is_zero) or self.squares is None or other.squares is None:
+            return Off(is_zero=False)
+        return Off(True, self.n_places + other.n_places, self.squares + other.squares, other.inverse)
 
 
 @dataclass
@@ -45,6 +66,14 @@ class Layer:
     """Mean over the weights of ΣL², summed since the last step of the optimizer."""
     gradient: float = 0.0
     """Running mean of the weight's |gradient|, for optimizers without momentum."""
+    off_bound: float = 0.0
+    """Of a batch norm's input, where the ReLU behind it is off; 0: as elsewhere."""
+    follower: tuple[str, float] | None = None
+    """A layer whose tensor this one predicts, and which share of its bound pays as a bound here."""
+    predicts: bool = True
+    """Whether to predict what it saves paid when it was last tried."""
+    off: Off | None = None
+    """What is known of such places since the last step of the optimizer."""
     share: float | None = None
     """Predicted sigma over mean |momentum| (in the first steps: over that divided by `grown`) at the bound in use."""
 
@@ -132,6 +161,32 @@ def predicted_sigma(bound: float, squares: float) -> float:
     return bound * math.sqrt(squares / 3.0)
 
 
+def off_bound_for(layer: Layer, off: Off, share: float, loss_scale: float) -> float:
+    """The bound of a batch norm's input where no gradient comes back, 0 if it does.
+
+    There its errors do not reach the weight. They reach the gradient of the input, by the term of batch norm that is
+    -x · mean(L·x) for a normalised x: at most `BEHIND` of the share of that gradient's root mean square, and no more
+    than `MOST` standard deviations.
+    """
+    weight = layer.weight
+    if not off.is_zero or off.squares is None or off.inverse is None or weight is None or weight.grad is None:
+        return 0.0
+    with torch.no_grad():
+        scale = weight.float() * off.inverse
+        term = scale * off.inverse * weight.grad.float() / off.n_places
+        noise = float(torch.linalg.vector_norm(term))
+        whole = float((scale.square() * off.squares).sum() / loss_scale**2 / off.n_places) ** 0.5
+        bound = MOST / max(float(off.inverse.square().mean().sqrt()), 1e-30)
+    if noise > 0:
+        bound = min(bound, BEHIND * share * math.sqrt(3.0) * whole / noise)
+    return bound if math.isfinite(bound) else 0.0
+
+
+def coarse_for(off_bound: float, bound: float) -> int:
+    """How many times a bound may be doubled to stay within another."""
+    return min(15, int(math.log2(off_bound / bound))) if 0 < bound < off_bound else 0
+
+
 def refresh(
     layer: Layer, optimizer: torch.optim.Optimizer, share: float, loss_scale: float, n_steps: int | None
 ) -> None:
@@ -140,6 +195,8 @@ def refresh(
     n_steps: how many steps the momentum has seen; None if it is older than the saver.
     """
     squares, layer.squares = layer.squares / loss_scale**2, 0.0
+    off, layer.off = layer.off, None
+    layer.off_bound = 0.0
     weight = layer.weight
     if weight is None or not layer.has_theory:
         return
@@ -151,4 +208,5 @@ def refresh(
     if layer.scale:
         bound = min(bound, MOST * layer.scale)
     layer.bound = bound
+    layer.off_bound = off_bound_for(layer, off, share, loss_scale) if off is not None else 0.0
     layer.share = predicted_sigma(bound, squares) / size

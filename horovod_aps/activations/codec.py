@@ -46,9 +46,9 @@ def library() -> ctypes.CDLL:
     lib = kernels.library()
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     for name, arguments in {
-        "aps_act_encode": [pointer, size, number, ctypes.c_double, number],
+        "aps_act_encode": [pointer, size, number, ctypes.c_double, pointer, number, number],
         "aps_act_fetch": [pointer, size],
-        "aps_act_decode": [pointer, size, pointer, size, number, number],
+        "aps_act_decode": [pointer, size, pointer, size, number, pointer, number],
         "aps_act_mask": [pointer, size, number, number, pointer],
         "aps_act_unmask": [pointer, size, number, ctypes.c_uint64, pointer],
         "aps_act_pool_plan": [pointer, pointer],
@@ -77,23 +77,109 @@ def is_supported(tensor: torch.Tensor) -> bool:
 # ---- within a bound
 
 
-def encode(flat: torch.Tensor, bound: float) -> torch.Tensor:
-    """The stream (uint8, same device) of a contiguous vector; decoding differs by at most `bound` anywhere."""
+@dataclass(frozen=True, eq=False)
+class Guide:
+    """What a stream is decoded beside: a mask, values that it was predicted from, or both. Only on CPUs."""
+
+    mask: torch.Tensor | None = None
+    """Bits of `pack_mask`; where they are not set the bound is 2^coarse times as large."""
+    coarse: int = 0
+    sources: tuple[Source, ...] = ()
+    """The prediction is their sum where it is positive, else zero."""
+
+    @property
+    def depth(self) -> int:
+        """How many predictions follow from each other."""
+        return max((1 + s.stream.depth for s in self.sources), default=0)
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """Bytes and all that it takes to decode them; it does not change."""
+
+    content: torch.Tensor
+    n: int
+    dtype: torch.dtype
+    guide: Guide | None = None
+
+    @property
+    def depth(self) -> int:
+        return self.guide.depth if self.guide is not None else 0
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A stream as part of a prediction: as it is, or scale·x + shift of its channel (float32 vectors)."""
+
+    stream: Stream
+    scale: torch.Tensor | None = None
+    shift: torch.Tensor | None = None
+    plane: int = 1
+    """Value i belongs to channel i // plane % channels."""
+    name: str = ""
+    """Of the layer that the stream is from."""
+
+
+class _Hints(ctypes.Structure):
+    """ActHints of aps_activations.cpp."""
+
+    _fields_ = [("mask", ctypes.c_void_p), ("n_sources", ctypes.c_int64), ("sources", ctypes.c_void_p)]
+
+
+class _Source(ctypes.Structure):
+    """ActSource of aps_activations.cpp."""
+
+    _fields_ = [
+        ("stream", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("hints", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("shift", ctypes.c_void_p),
+        ("n_channels", ctypes.c_int64),
+        ("plane", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+    ]
+
+
+def _hints(guide: Guide | None, kept: list[object]) -> int | None:
+    """Address of the guide in C; what must stay until the call returns is added to `kept`."""
+    if guide is None:
+        return None
+    sources = (_Source * len(guide.sources))()
+    for out, source in zip(sources, guide.sources, strict=True):
+        stream = source.stream
+        out.stream, out.size = stream.content.data_ptr(), stream.content.numel()
+        out.hints, out.plane, out.dtype = _hints(stream.guide, kept), source.plane, DTYPES[stream.dtype]
+        if source.scale is not None and source.shift is not None:
+            out.scale, out.shift = source.scale.data_ptr(), source.shift.data_ptr()
+            out.n_channels = source.scale.numel()
+    mask = guide.mask.data_ptr() if guide.mask is not None else None
+    hints = _Hints(mask, len(sources), ctypes.addressof(sources) if guide.sources else None)
+    kept += [sources, hints]
+    return ctypes.addressof(hints)
+
+
+def encode(flat: torch.Tensor, bound: float, guide: Guide | None = None) -> torch.Tensor:
+    """The stream (uint8, same device) of a contiguous vector; decoding differs by at most `bound` anywhere.
+
+    With a guide: by at most bound·2^coarse where its mask is not set.
+    """
     if flat.is_cuda:
         from horovod_aps.activations import cuda
 
         return cuda.encode(flat, bound)
     lib = library()
-    size = _checked(
-        "compress",
-        lib.aps_act_encode(flat.data_ptr(), flat.numel(), DTYPES[flat.dtype], bound, torch.get_num_threads()),
-    )
+    kept: list[object] = []
+    hints, coarse = _hints(guide, kept), guide.coarse if guide is not None else 0
+    threads = torch.get_num_threads()
+    status = lib.aps_act_encode(flat.data_ptr(), flat.numel(), DTYPES[flat.dtype], bound, hints, coarse, threads)
+    size = _checked("compress", status)
     stream = memory.apart(size)
     _checked("compress", lib.aps_act_fetch(stream.data_ptr(), size))
     return stream
 
 
-def decode(stream: torch.Tensor, n: int, dtype: torch.dtype) -> torch.Tensor:
+def decode(stream: torch.Tensor, n: int, dtype: torch.dtype, guide: Guide | None = None) -> torch.Tensor:
     """The vector of n values that the stream holds; ValueError if it holds anything else."""
     if stream.is_cuda:
         from horovod_aps.activations import cuda
@@ -102,12 +188,11 @@ def decode(stream: torch.Tensor, n: int, dtype: torch.dtype) -> torch.Tensor:
     out = torch.empty(n, dtype=dtype)
     if not stream.numel():
         raise ValueError("decompress: the stream is malformed")
-    _checked(
-        "decompress",
-        library().aps_act_decode(
-            stream.data_ptr(), stream.numel(), out.data_ptr(), n, DTYPES[dtype], torch.get_num_threads()
-        ),
-    )
+    kept: list[object] = []
+    hints, size = _hints(guide, kept), stream.numel()
+    threads = torch.get_num_threads()
+    status = library().aps_act_decode(stream.data_ptr(), size, out.data_ptr(), n, DTYPES[dtype], hints, threads)
+    _checked("decompress", status)
     return out
 
 

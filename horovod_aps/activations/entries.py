@@ -50,6 +50,12 @@ class Entry:
         self.need = NOTHING
         self.n_uses = 0
         self.bound: float | None = None
+        self.coarse = 0
+        """Where the mask of the ReLU behind it is off the bound is 2^coarse times as large."""
+        self.stream: codec.Stream | None = None
+        """Of its values, if they are stored as one."""
+        self.guide: codec.Guide | None = None
+        """Of a ReLU's result: its mask, and what its values follow from."""
         self.cached: Tensor | None = None
         self.trims = False
         """Whether memory that malloc holds is given back when its values are asked for."""
@@ -65,7 +71,12 @@ class Entry:
         """What it takes now."""
         if self._waiting is not None:
             return self.n_bytes
-        return self._content.nbytes if self._content is not None else 0
+        own = self.guide.mask if self.guide is not None and self.need == VALUES else None
+        return (self._content.nbytes if self._content is not None else 0) + (own.nbytes if own is not None else 0)
+
+    @property
+    def is_predicted(self) -> bool:
+        return self.stream is not None and self.stream.depth > 0
 
     @property
     def is_lossy(self) -> bool:
@@ -86,25 +97,45 @@ class Entry:
             self._changed = flat._version != version
             if self.need == MASK and not self._changed:
                 n, dtype = self.n, self.dtype
-                self._put(codec.pack_mask(flat, positive=True), lambda bits: codec.unpack_mask(bits, n, dtype))
+                bits = self.guide.mask if self.guide is not None else None
+                bits = codec.pack_mask(flat, positive=True) if bits is None else bits
+                self._put(bits, lambda bits: codec.unpack_mask(bits, n, dtype))
+            self.guide = None
 
-    def store_values(self, flat: Tensor, bound: float) -> None:
-        """Store all values within the bound; exactly if they are only zero and one other, as in masks."""
+    def store_values(self, flat: Tensor, bound: float, guide: codec.Guide | None = None, both: bool = False) -> bool:
+        """Store all values within the bound; exactly if they are only zero and one other, as in masks.
+
+        guide: what the stream may be decoded beside; both: try it without as well. Returns whether it is used.
+        """
         with self._lock:
-            self._waiting = self.cached = None
+            if self._waiting is not None and self._waiting[0]._version != self._waiting[1]:
+                self._waiting, self._changed = None, True
+                return False
+            self._waiting = self.cached = self.stream = None
+            self.coarse = 0
             n, dtype = self.n, self.dtype
             other = 1 if dtype == torch.bool else codec.other_value(flat)
             if other is not None:
                 self._put(codec.pack_mask(flat, False), lambda bits: codec.unpack_mask(bits, n, dtype, other))
-                self.bound = 0.0
+                self.bound, guide = 0.0, None
             else:
-                stream = codec.encode(flat, bound)
-                if stream.nbytes < flat.nbytes:
-                    self._put(stream, lambda stream: codec.decode(stream, n, dtype))
+                content = codec.encode(flat, bound, guide)
+                if both and guide is not None:
+                    alone = codec.encode(flat, bound)
+                    mask = guide.mask.nbytes if self.guide is not None and guide.mask is not None else 0
+                    if alone.nbytes <= content.nbytes + mask:
+                        content, guide = alone, None
+                if content.nbytes < flat.nbytes:
+                    self._put(content, lambda content: codec.decode(content, n, dtype, guide))
+                    self.stream = codec.Stream(content, n, dtype, guide)
+                    self.coarse = guide.coarse if guide is not None else 0
                 else:
-                    kept = Kept(flat)  # it does not compress
+                    kept, guide = Kept(flat), None  # it does not compress
                     self._put(flat, lambda _: kept.tensor())
                 self.bound = bound
+            if guide is None:
+                self.guide = None
+            return guide is not None
 
     def store_indices(self, bits: Tensor, pool: codec.Pool, data: Tensor) -> None:
         """Store indices of max-pooling, exactly; they come back in the layout of `data`."""

@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,12 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from horovod_aps.activations import bounds, codec, memory
+from horovod_aps.activations import bounds, codec, memory, prediction
 from horovod_aps.activations.bounds import Layer
-from horovod_aps.activations.entries import MASK, SHAPE, VALUES, Entry, Handle, Kept, flat_view
+from horovod_aps.activations.entries import MASK, NOTHING, SHAPE, VALUES, Entry, Handle, Kept, flat_view
 
 MIN_SIZE = 4096  # elements; what is smaller is kept as it is
 MIN_RATIO = 1.5  # a layer below it is warned of
+QUANTILE, SUM, FINER = 0.9, 0.6, 4.0
 _POOLS = (nn.MaxPool1d, nn.MaxPool2d)
 
 
@@ -42,9 +44,23 @@ class _Pass(threading.local):
         """A mask that becomes values if the next layer asks for them."""
         self.postponed: tuple[Entry, Tensor] | None = None
         """Values that become a shape if the next tensor is the indices of max-pooling."""
+        self.norm: prediction.Norm | None = None
+        """The batch norm at work."""
+        self.waiting: list[_Waiting] = []
+        """Inputs of batch norms that wait for the mask of the ReLU behind."""
         self.tally = _Tally()
         self.pictures: torch.Size | None = None
         """Shape of the last tensor of floats that was saved: max-pooling saves its indices right after its input."""
+
+
+@dataclass(eq=False)
+class _Waiting:
+    entry: Entry
+    flat: Tensor
+    bound: float
+    coarse: int
+    age: int = 0
+    """Tensors that were saved since."""
 
 
 class ActivationCompressor:
@@ -159,10 +175,12 @@ class ActivationCompressor:
         try:
             self._resume(is_pooling=False)
             self._settle()
+            self._give_up(0)
         finally:
             if not state.contexts:
                 state.stack.clear()
-                state.pictures = None
+                state.waiting.clear()
+                state.pictures = state.norm = None
                 if kind is None:
                     self._n_passes += 1
                     self._counts.end(state.tally)
@@ -201,6 +219,8 @@ class ActivationCompressor:
             return
         size = inputs[0].numel() if inputs and isinstance(inputs[0], Tensor) else 0
         self._pass.stack.append((self._layers[id(module)], module, size))
+        is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        self._pass.norm = prediction.Norm() if is_norm else None
 
     def _leaves(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling() or not self._pass.contexts:
@@ -209,6 +229,9 @@ class ActivationCompressor:
         while stack and stack.pop()[1] is not module:
             pass  # left by an exception
         layer = self._layers[id(module)]
+        norm, self._pass.norm = self._pass.norm, None
+        if norm is not None:
+            norm.leaves(module, output)
         if not (self._is_measuring() and layer.has_theory and isinstance(output, Tensor) and output.requires_grad):
             return
         with torch.no_grad():
@@ -216,8 +239,11 @@ class ActivationCompressor:
 
         def collect(gradient: Tensor) -> None:
             squares = bounds.mean_squares(module, gradient, inverse)
+            off = _off(gradient, norm, inverse) if norm is not None and inverse is not None else None
             with self._lock:
                 layer.squares += squares
+                if off is not None:
+                    layer.off = off if layer.off is None else layer.off.add(off)
 
         output.register_hook(collect)
 
@@ -277,6 +303,11 @@ class ActivationCompressor:
             other = self._by_name[name].bound
             if other is not None:
                 bound = min(bound, other)
+        if layer.follower is not None:
+            name, factor = layer.follower
+            other = self._by_name[name].bound
+            if other is not None and bound / FINER < factor * other < bound:
+                bound = factor * other
         return bound
 
     # ---- saving
@@ -291,6 +322,8 @@ class ActivationCompressor:
             return Kept(data)
         plain = type(data) is Tensor and data.layout == torch.strided
         size = data.numel()
+        if state.norm is not None and plain and data.dim() == 1 and size != n_input and not data.is_cuda:
+            state.norm.statistics.append(data)
         if not plain or size < self.min_size or data.device.type not in ("cpu", "cuda"):
             return self._keep(layer, data, storage)
         if layer.is_normalising and size != n_input:
@@ -309,11 +342,13 @@ class ActivationCompressor:
         if flat is None:
             return self._keep(layer, data, storage)
         need = self._need(layer, tensor, data)
+        parts = prediction.arguments(tensor) if need == MASK and not data.is_cuda else []
         key: tuple[Any, ...] = (storage._cdata, data._version, data.storage_offset(), size, data.dtype)
         if flat.untyped_storage()._cdata != storage._cdata:
             key = (*key, data.shape, data.stride())  # a copy: the layout counts
         with self._lock:
             self._resume(is_pooling=False)
+            self._give_up(3)
             found = self._entries.get(key)
             if found is None or found is not state.pending:
                 self._settle()
@@ -322,8 +357,12 @@ class ActivationCompressor:
             if need == VALUES and found.need < VALUES and layer is self._rest and 3 <= data.dim() <= 4:
                 found.wait(flat)
                 state.postponed = (found, flat)
-            else:
+            elif not self._wait(found, layer, flat):
                 self._provide(found, layer, need, flat)
+            if need == MASK and not data.is_cuda:
+                self._foresee(found, tensor, flat, parts)
+            elif state.norm is not None:
+                state.norm.saves(found, data)
             found.n_uses += 1
         return self._handle(layer, found, data, start)
 
@@ -347,17 +386,76 @@ class ActivationCompressor:
                 self._pass.pending = entry
             return
         bound = self._bound(layer, flat) if flat.dtype != torch.bool else 0.0
+        self._give_up(0, entry)
         if entry.need == VALUES:
-            if entry.bound is not None and entry.bound <= bound:
+            if entry.bound is not None and entry.bound <= bound and not entry.coarse:
                 return
+            bound = bound if entry.bound is None else min(bound, entry.bound)
             if entry.layer != layer.name:
                 self._by_name[entry.layer].partners.add(layer.name)
         elif entry.need == MASK:
             entry.layer = layer.name  # the values are this layer's
         entry.need = VALUES
-        entry.store_values(flat, bound)
+        guide, tries = entry.guide, self._is_new_scale()
+        used = entry.store_values(flat, bound, guide if layer.predicts or tries else None, both=tries)
+        if guide is not None and tries:
+            layer.predicts = used
+        if used and guide is not None:
+            self._tighten(guide, layer.name)
         if entry is self._pass.pending:
             self._pass.pending = None
+
+    # ---- what is stored already tells of what comes next
+
+    def _wait(self, entry: Entry, layer: Layer, flat: Tensor) -> bool:
+        """Whether a batch norm's input waits for the mask of the ReLU behind, which allows for a wider bound."""
+        if self._pass.norm is None or not layer.off_bound or entry.need != NOTHING or flat.is_cuda:
+            return False
+        bound = self._bound(layer, flat)
+        coarse = bounds.coarse_for(layer.off_bound, bound)
+        if not coarse:
+            return False
+        entry.need, entry.bound = VALUES, bound
+        entry.wait(flat)
+        self._pass.waiting.append(_Waiting(entry, flat, bound, coarse))
+        return True
+
+    def _tighten(self, guide: codec.Guide, name: str) -> None:
+        """Bounds of batch norms follow what they predict: a little finer, the prediction is near enough."""
+        for source in guide.sources:
+            layer = self._by_name.get(source.name)
+            if layer is not None and source.scale is not None:
+                size = float(source.scale.abs().quantile(QUANTILE))
+                layer.follower = (name, (SUM if len(guide.sources) > 1 else 1.0) / size) if size > 0 else None
+
+    def _give_up(self, age: int, only: Entry | None = None) -> None:
+        """Store what has waited for longer than that, or one entry, without a mask."""
+        waiting, self._pass.waiting = self._pass.waiting, []
+        for w in waiting:
+            if (only is None and w.age >= age) or w.entry is only:
+                w.entry.store_values(w.flat, w.bound)
+            else:
+                w.age += only is None
+                self._pass.waiting.append(w)
+
+    def _foresee(
+        self, entry: Entry, relu: Tensor, flat: Tensor, parts: list[prediction.Norm | prediction.Result]
+    ) -> None:
+        """A ReLU saves its result: its mask serves what it was made of, and that will predict it."""
+        prediction.remember(relu, entry)
+        norms = {id(part.entry()): part for part in parts if isinstance(part, prediction.Norm) and part.entry}
+        if not parts or entry.guide is not None:
+            return
+        mask = codec.pack_mask(flat, positive=True)
+        waiting, self._pass.waiting = self._pass.waiting, []
+        for w in waiting:
+            if id(w.entry) in norms:
+                w.entry.store_values(w.flat, w.bound, codec.Guide(mask, w.coarse))
+            else:
+                self._pass.waiting.append(w)
+        for norm in norms.values():
+            norm.mask = mask
+        entry.guide = prediction.guide(parts, mask)
 
     def _resume(self, is_pooling: bool) -> None:
         """Outside of modules, what saved the tensor before shows only now: `F.max_pool2d` saves its indices next."""
@@ -404,7 +502,8 @@ class ActivationCompressor:
     def stats(self) -> dict[str, Any]:
         """Of the last pass: `saved_bytes` (what plain training keeps), `stored_bytes`, `ratio`, and `layers`.
 
-        A layer has `bound`, `saved_bytes`, `stored_bytes`, `ratio`, `seconds` (compressing and decompressing, mean per
+        A layer has `bound`, `off_bound` (where the ReLU behind a batch norm is off), `predicted` (whether from what
+        else is stored), `saved_bytes`, `stored_bytes`, `ratio`, `seconds` (compressing and decompressing, mean per
         pass) and, with "auto", `share`: the predicted error of its weight's gradient over the mean |momentum|. A
         tensor that several layers save counts once, for the first. Parameters do not count.
         """
@@ -414,6 +513,8 @@ class ActivationCompressor:
                 layer = self._by_name[name]
                 layers[name] = {
                     "bound": self._counts.bounds.get(name),
+                    "off_bound": self._counts.off_bounds.get(name),
+                    "predicted": name in self._counts.predicted,
                     "share": layer.share,
                     "saved_bytes": saved,
                     "stored_bytes": stored,
@@ -495,6 +596,8 @@ class _Counts:
     def __init__(self) -> None:
         self.last: dict[str, tuple[int, int]] = {}
         self.bounds: dict[str, float] = {}
+        self.off_bounds: dict[str, float] = {}
+        self.predicted: set[str] = set()
         self.seconds: dict[str, float] = {}
         self.n_passes = 0
         self.largest = 0
@@ -507,6 +610,8 @@ class _Counts:
     def end(self, tally: _Tally) -> None:
         totals = {name: [size, size] for name, size in tally.kept.items()}
         bounds: dict[str, float] = {}
+        off_bounds: dict[str, float] = {}
+        predicted: set[str] = set()
         for reference in tally.entries:
             entry = reference()
             if entry is None:  # its graph is gone already
@@ -517,10 +622,23 @@ class _Counts:
             self.largest = max(self.largest, entry.n_bytes)
             if entry.bound is not None:
                 bounds[entry.layer] = max(entry.bound, bounds.get(entry.layer, 0.0))
+                if entry.coarse:
+                    off_bounds[entry.layer] = max(entry.bound * 2**entry.coarse, off_bounds.get(entry.layer, 0.0))
+            if entry.is_predicted:
+                predicted.add(entry.layer)
         with self._lock:
             self.last = {name: (saved, stored) for name, (saved, stored) in totals.items()}
-            self.bounds = bounds
+            self.bounds, self.off_bounds, self.predicted = bounds, off_bounds, predicted
             self.n_passes += 1
+
+
+def _off(gradient: Tensor, norm: prediction.Norm, inverse: Tensor) -> bounds.Off:
+    """What a batch norm's loss gradient tells of places where the ReLU behind it is off."""
+    if not prediction.is_zero_where_off(gradient, norm):
+        return bounds.Off(is_zero=False)
+    others = [d for d in range(gradient.dim()) if d != 1]
+    squares = torch.linalg.vector_norm(gradient.detach().float(), dim=others).square()
+    return bounds.Off(True, gradient.numel() // gradient.shape[1], squares, inverse.reshape(-1))
 
 
 def _unpack(packed: Handle | Kept) -> Tensor:

@@ -56,35 +56,70 @@ Block values(Bytes& in, int64_t n, int dtype, int kind) {
     return out;
 }
 
-void round_trip(Bytes& in, int64_t n, int dtype, double eb, Block* stream, int64_t* size) {
+struct Beside {  // what a stream is decoded beside, or nothing
+    Block mask, source;
+    float scale[3], shift[3];
+    ActSource sources[2];
+    ActHints hints = {nullptr, 0, nullptr};
+    int coarse = 0;
+    const ActHints* get() const { return hints.mask || hints.n_sources ? &hints : nullptr; }
+    bool is_off(int64_t i) const { return hints.mask && !(mask[(size_t)(i / 8)] >> (i % 8) & 1); }
+};
+void choose(Bytes& in, int64_t n, int dtype, double eb, Beside* beside) {
+    const int kind = in.byte() % 4;
+    if (kind & 1) {
+        beside->mask = exactly((n + 7) / 8);
+        const uint8_t seed = in.byte();
+        for (int64_t k = 0; k < (n + 7) / 8; ++k) beside->mask[(size_t)k] = (uint8_t)(seed * (k + 1) ^ k >> 2);
+        beside->hints.mask = beside->mask.get();
+        if (kind == 1) beside->coarse = in.byte() % 16;
+    }
+    if (kind & 2) {
+        const Block x = values(in, n, dtype, in.byte() % 4);
+        const int64_t size = aps_act_encode(x.get(), n, dtype, eb, nullptr, 0, 1);
+        beside->source = exactly(size);
+        aps_act_fetch(beside->source.get(), size);
+        for (int k = 0; k < 3; ++k) beside->scale[k] = (float)k - 0.5f, beside->shift[k] = 0.25f * (float)k;
+        beside->sources[0] = {beside->source.get(), size, nullptr, beside->scale, beside->shift, 3, 1 + n % 50, dtype};
+        beside->sources[1] = {beside->source.get(), size, nullptr, nullptr, nullptr, 0, 0, dtype};
+        beside->hints.sources = beside->sources;
+        beside->hints.n_sources = 1 + in.byte() % 2;
+    }
+}
+
+void round_trip(Bytes& in, int64_t n, int dtype, double eb, const Beside& beside, Block* stream, int64_t* size) {
     const Block x = values(in, n, dtype, in.byte() % 4);
+    const ActHints* hints = beside.get();
     g_vectors = 0;
-    *size = aps_act_encode(x.get(), n, dtype, eb, 1);
+    *size = aps_act_encode(x.get(), n, dtype, eb, hints, beside.coarse, 1);
     demand(*size >= 0, "a valid call was refused", n, dtype, eb);
     *stream = exactly(*size);
     demand(aps_act_fetch(stream->get(), *size) == 0, "fetch was refused", n, dtype, eb);
     g_vectors = 1;
-    demand(aps_act_encode(x.get(), n, dtype, eb, 1) == *size, "AVX2 and baseline differ in size", n, dtype, eb);
+    demand(aps_act_encode(x.get(), n, dtype, eb, hints, beside.coarse, 1) == *size, "AVX2 and baseline differ in size",
+           n, dtype, eb);
     const Block other = exactly(*size);
     aps_act_fetch(other.get(), *size);
     demand(!memcmp(other.get(), stream->get(), (size_t)*size), "AVX2 and baseline differ", n, dtype, eb);
     const int item = aps_dtype_size(dtype);
     const Block y = exactly(n * item);
-    demand(aps_act_decode(stream->get(), *size, y.get(), n, dtype, 1) == 0, "a stream was refused", n, dtype, eb);
+    demand(aps_act_decode(stream->get(), *size, y.get(), n, dtype, hints, 1) == 0, "a stream was refused", n, dtype,
+           eb);
     for (int64_t i = 0; i < n; ++i) {
         const double a = act_load(x.get(), dtype, i), b = act_load(y.get(), dtype, i);
-        if (isfinite(a)) demand(fabs(a - b) <= eb && (a != 0 || b == 0), "the bound is exceeded", n, dtype, eb);
+        const double limit = beside.is_off(i) ? ldexp(eb, beside.coarse) : eb;
+        if (isfinite(a)) demand(fabs(a - b) <= limit && (a != 0 || b == 0), "the bound is exceeded", n, dtype, eb);
         else demand(!memcmp(x.get() + i * item, y.get() + i * item, (size_t)item), "not kept", n, dtype, eb);
     }
 }
 
-void decode_any(const Block& stream, int64_t size, int64_t n, int dtype) {
+void decode_any(const Block& stream, int64_t size, int64_t n, int dtype, const ActHints* hints) {
     const int64_t bytes = n * aps_dtype_size(dtype);
     const Block a = exactly(bytes), b = exactly(bytes);
     g_vectors = 0;
-    const int64_t plain = aps_act_decode(stream.get(), size, a.get(), n, dtype, 1);
+    const int64_t plain = aps_act_decode(stream.get(), size, a.get(), n, dtype, hints, 1);
     g_vectors = 1;
-    const int64_t vector = aps_act_decode(stream.get(), size, b.get(), n, dtype, 1);
+    const int64_t vector = aps_act_decode(stream.get(), size, b.get(), n, dtype, hints, 1);
     demand(plain == vector, "AVX2 and baseline accept different streams", n, dtype, 0);
     demand(plain || !memcmp(a.get(), b.get(), (size_t)bytes), "AVX2 and baseline decode differently", n, dtype, 0);
 }
@@ -133,7 +168,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t length) {
     if (!(eb >= 0)) return 0;
     Block stream;
     int64_t size;
-    round_trip(in, n, dtype, eb, &stream, &size);
+    Beside beside;
+    choose(in, n, dtype, eb, &beside);
+    round_trip(in, n, dtype, eb, beside, &stream, &size);
     if (op % 4 == 0) return 0;
     // Damage it: some bytes, or its end.
     const int n_changes = 1 + in.byte() % 4;
@@ -142,13 +179,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t length) {
         const int64_t from = size > 32 && in.byte() % 8 ? 32 : 0;
         stream[(size_t)(from + (int64_t)(in.word(2) % (uint64_t)(size - from)))] = in.byte();
     }
-    decode_any(stream, size, n, dtype);
+    decode_any(stream, size, n, dtype, beside.get());
     if (op % 4 == 2 && size > 32) {
         const int64_t cut = (int64_t)(in.word(2) % (uint64_t)size);
         Block shorter = exactly(cut);
         memcpy(shorter.get(), stream.get(), (size_t)cut);
         if (cut >= 32 && in.byte() % 2) memcpy(shorter.get() + 24, &cut, 8);  // and it says so
-        decode_any(shorter, cut, n, dtype);
+        decode_any(shorter, cut, n, dtype, beside.get());
     }
     return 0;
 }

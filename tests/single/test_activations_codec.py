@@ -123,12 +123,12 @@ def test_threads_do_not_change_the_stream():
     lib = codec.library()
     streams = []
     for n_threads in (1, 2, 5):
-        size = lib.aps_act_encode(x.data_ptr(), x.numel(), 0, 0.02, n_threads)
+        size = lib.aps_act_encode(x.data_ptr(), x.numel(), 0, 0.02, None, 0, n_threads)
         stream = torch.empty(size, dtype=torch.uint8)
         assert lib.aps_act_fetch(stream.data_ptr(), size) == 0
         streams.append(stream)
         out = torch.empty_like(x)
-        assert lib.aps_act_decode(stream.data_ptr(), size, out.data_ptr(), x.numel(), 0, n_threads) == 0
+        assert lib.aps_act_decode(stream.data_ptr(), size, out.data_ptr(), x.numel(), 0, None, n_threads) == 0
         assert torch.equal(bits(out), bits(codec.decode(streams[0], x.numel(), x.dtype)))
     assert all(torch.equal(stream, streams[0]) for stream in streams)
 

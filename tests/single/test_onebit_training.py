@@ -11,8 +11,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import onebit
 
+from horovod_aps.formats import OneBit
+
 
 def test_onebit_ends_within_a_point_of_fp32_and_below_it_without_feedback() -> None:
+    assert onebit.METHODS["column"]["format"] == OneBit()  # the default is what is tested
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
