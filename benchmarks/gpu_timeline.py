@@ -26,6 +26,7 @@ from horovod_aps.engine import exchange as exchange_module
 from horovod_aps.engine.exchange import Exchange
 from horovod_aps.engine.layer import Layer
 from horovod_aps.kernels.cuda import CudaKernels
+from horovod_aps.kernels.memory import NOT_READY
 from horovod_aps.options import Options
 from horovod_aps.tools.shapes import MODELS
 
@@ -115,15 +116,11 @@ def device(machine: Machine) -> Any:
     class Event:
         def __init__(self, disable_timing: bool = True) -> None:
             self.time = 0.0
+            self.ptr = self
 
         def record(self, stream: Any) -> None:
             machine.now += machine.costs.call
             self.time = max(machine.streams.get(stream.ptr, 0.0), machine.now)
-
-        @property
-        def done(self) -> bool:
-            machine.now += machine.costs.call
-            return machine.now >= self.time
 
         def synchronize(self) -> None:
             machine.n_waits += 1
@@ -136,6 +133,11 @@ def device(machine: Machine) -> Any:
 
     class Runtime:
         memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice = 1, 2, 3  # noqa: N815 (CuPy's names)
+
+        @staticmethod
+        def eventQuery(event: Any) -> int:  # noqa: N802
+            machine.now += machine.costs.call
+            return 0 if machine.now >= event.time else NOT_READY
 
         @staticmethod
         def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:  # noqa: N802

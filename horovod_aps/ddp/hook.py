@@ -16,6 +16,7 @@ from torch.futures import Future
 from horovod_aps.ddp.driver import Step
 from horovod_aps.ddp.state import PackedState
 from horovod_aps.frontends.tensors import DTYPE_CODES
+from horovod_aps.kernels import for_torch
 
 
 def aps_hook(state: PackedState, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -34,6 +35,7 @@ def aps_hook(state: PackedState, bucket: dist.GradBucket) -> Future[Tensor]:
     if buffer.layout != torch.strided or buffer.dtype not in DTYPE_CODES:
         future = allreduce_hook(group, bucket)
     else:
+        for_torch.refuse_capture(buffer.device)
         future = state.hand_in(bucket)
     if bucket.is_last():
         finish = partial(_finish, state, state.close_step())

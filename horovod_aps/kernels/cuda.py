@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from horovod_aps.kernels import nvrtc, tables
-from horovod_aps.kernels.memory import DeviceArray, PinnedPool, Uploads
+from horovod_aps.kernels.memory import DeviceArray, PinnedPool, Uploads, is_over
 from horovod_aps.kernels.native import library, raise_on_error
 from horovod_aps.kernels.protocol import DONE, Buffer, Kernels, Request
 from horovod_aps.kernels.segments import (
@@ -139,12 +139,12 @@ def tiles_of(segs: Table, size: int | npt.NDArray[np.int64], rows: Rows | None =
 class _Later:
     """Something that the host does once an event has come; done when it has."""
 
-    def __init__(self, event: Any, then: Callable[[], None]) -> None:
-        self._event, self._then = event, then
+    def __init__(self, cuda: Any, event: Any, then: Callable[[], None]) -> None:
+        self._cuda, self._event, self._then = cuda, event, then
         self._over = False
 
     def done(self) -> bool:
-        if not self._over and self._event.done:
+        if not self._over and is_over(self._cuda, self._event):
             self._over = True
             self._then()
         return self._over
@@ -324,7 +324,7 @@ class CudaKernels(Kernels):
         if n_bytes:
             runtime.memcpyAsync(target.ctypes.data, ptr, n_bytes, runtime.memcpyDeviceToHost, self._active.ptr)
         event = self._mark(self._active)
-        while self._fetching and self._fetching[0][0].done:
+        while self._fetching and is_over(self.device.cuda, self._fetching[0][0]):
             self._fetching.popleft()
         self._fetching.append((event, target))  # whoever asked for it may forget it
         return event, target
@@ -403,7 +403,7 @@ class CudaKernels(Kernels):
             library().aps_finish_scan(segs.ctypes.data, len(segs), found.ctypes.data, int(stochastic))
             self.pinned.give(found)
 
-        return _Later(event, finish)
+        return _Later(self.device.cuda, event, finish)
 
     def encode(self, segs: Table, message: Message, seed: int | None = None) -> None:
         """Write the codes of every element into the message; see Kernels.encode."""
@@ -416,7 +416,7 @@ class CudaKernels(Kernels):
         with self.at_work():
             event = self._mark(self._active)
         self._leave_front()
-        return _Later(event, lambda: None)
+        return _Later(self.device.cuda, event, lambda: None)
 
     def _encode(self, function: str, segs: Table, message: Message, seed: int | None) -> None:
         address, length = _device_address(function, message)
@@ -473,7 +473,7 @@ class CudaKernels(Kernels):
             encode_sums(found)
             self.pinned.give(found)
 
-        return _Later(event, finish)
+        return _Later(self.device.cuda, event, finish)
 
     def decode(
         self,

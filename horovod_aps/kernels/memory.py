@@ -12,6 +12,15 @@ import numpy.typing as npt
 CHUNK = 1 << 18  # bytes of pinned memory that uploads fill before they go on to the next
 MAX_UPLOADS = 64 << 20  # bytes of tables kept on the device
 IDLE_SHARE = 1.0  # of the most that was in use at once, how much pinned memory may lie idle
+NOT_READY = 600  # cudaErrorNotReady
+
+
+def is_over(cuda: Any, event: Any) -> bool:
+    """Whether the device has come to an event; raises what has gone wrong on it: CuPy's `Event.done` stays False."""
+    status = cuda.runtime.eventQuery(event.ptr)
+    if status not in (0, NOT_READY):
+        cuda.runtime.check_status(status)
+    return bool(status == 0)
 
 
 class DeviceArray:
@@ -137,5 +146,5 @@ class Uploads:
         event = self._cuda.Event(disable_timing=True)
         event.record(self._stream)
         self._busy.append((event, source))
-        while self._busy and self._busy[0][0].done:
+        while self._busy and is_over(self._cuda, self._busy[0][0]):
             self._pool.give(self._busy.popleft()[1])

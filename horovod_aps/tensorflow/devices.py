@@ -60,6 +60,11 @@ def gpus() -> list[str]:
     return [device.name for device in tf.config.list_logical_devices("GPU")]
 
 
+def can_pack() -> bool:
+    """Whether there is a GPU, and CuPy for it."""
+    return bool(gpus()) and array_module() is not None
+
+
 def gpu_for_graph(values: Sequence[tf.Tensor]) -> str | None:
     """Where the exchange of a graph's tensors belongs: on the first GPU, if the user has not put them on the CPU."""
     if not gpus() or any("CPU:0" in str(value.device).upper() for value in values):
@@ -85,15 +90,18 @@ class Addresses:
 
 
 @contextmanager
-def at_work(addresses: Sequence[int]) -> Generator[None, None, None]:
+def at_work(addresses: Sequence[int], gpu: str) -> Generator[None, None, None]:
     """TensorFlow's queued work is over, and the GPU of these addresses is CUDA's current one.
 
-    TensorFlow counts only the GPUs that it may see, so its own number would be the wrong one.
+    TensorFlow counts only the GPUs that it may see, so its own number would be the wrong one. Tensors without elements
+    have no address; then any other tensor on the GPU tells.
     """
+    with tf.device(gpu):
+        any_other = Addresses([tf.raw_ops.Empty(shape=[1], dtype=tf.float32)] if not any(addresses) else [])
     tf.test.experimental.sync_devices()
     cuda = array_module().cuda
-    known = [address for address in addresses if address]
-    with cuda.Device(cuda.runtime.pointerGetAttributes(known[0]).device if known else 0):
+    known = next(address for address in (*addresses, *any_other.values) if address)
+    with cuda.Device(cuda.runtime.pointerGetAttributes(known).device):
         yield
 
 

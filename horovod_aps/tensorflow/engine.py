@@ -112,20 +112,20 @@ def run_on_gpu(call: Call, gpu: str, ticket: tf.Tensor, values: Sequence[tf.Tens
 
 def _turn(call: Call, ticket: np.ndarray) -> AbstractContextManager[Any]:
     """What an exchange in a graph holds while it runs."""
-    is_named = call.packed and links.all_speak_mpi(ticket) and not links.all_want_operations(ticket)
-    return call.compressor._lock if is_named else _lock
+    by_operations = links.all_pack_on_gpus(ticket) and links.all_want_operations(ticket)
+    return call.compressor._lock if call.packed and links.all_speak_mpi(ticket) and not by_operations else _lock
 
 
 def _reduce_tensors(call: Call, ticket: np.ndarray, values: Sequence[tf.Tensor], gpu: str | None) -> list[tf.Tensor]:
     """Reduce eager tensors on the GPU, or on the host if there is none or nothing to pack."""
-    if gpu and (not call.packed or _process_set(call).size() == 1):
+    if gpu and (not call.packed or _process_set(call).size() == 1 or not links.all_pack_on_gpus(ticket)):
         gpu = None
     with tf.device(gpu or "/CPU:0"):
         values = [tf.identity(value) for value in values]
         results = [tf.raw_ops.Empty(shape=value.shape, dtype=value.dtype) for value in values]
     if gpu:
         sources, targets = devices.Addresses(values), devices.Addresses(results)
-        context: AbstractContextManager[Any] = devices.at_work(sources.values)
+        context: AbstractContextManager[Any] = devices.at_work(sources.values, gpu)
         found = zip(sources.values, targets.values)
     else:
         context = nullcontext()

@@ -17,13 +17,13 @@ from horovod.tensorflow import mpi_ops
 from tensorflow.python.eager.context import eager_mode
 
 from horovod_aps.frontends import world
-from horovod_aps.tensorflow import operations
+from horovod_aps.tensorflow import devices, operations
 from horovod_aps.tensorflow.collectives import allreduce
 from horovod_aps.tensorflow.order import shared_variable, shared_variables
 from horovod_aps.transports import sockets
 from horovod_aps.transports.shared import SharedTransport
 
-PRESENT, NEW, SPEAKS_MPI, PACKED, COLLECTIVE, N_WORDS = range(6)  # the words of a ticket
+PRESENT, NEW, SPEAKS_MPI, PACKED, ON_GPU, COLLECTIVE, N_WORDS = range(7)  # the words of a ticket
 
 _linked: set[int] = set()  # process sets to whose ranks this one has a link
 _world_numbers: Counter[int] = Counter()  # by process set; links of an earlier world are not used any more
@@ -44,15 +44,22 @@ def ticket(process_set_id: int, packed: bool) -> tf.Tensor:
 def ticket_words(process_set_id: int, packed: bool) -> np.ndarray:
     """The ticket as it is now.
 
-    Present, without a link to the others yet, able to speak MPI, transport="packed", bytes of GPUs by Horovod.
+    Present, without a link to the others yet, able to speak MPI, transport="packed", able to pack on a GPU, and to have
+    Horovod carry what is packed there.
     """
     is_new, speaks_mpi = process_set_id not in _linked, world.mpi_usable(mpi_ops._basics)
-    return np.array([1, is_new, speaks_mpi, packed, packed and operations.are_wanted()], np.int32)
+    on_gpu, by_nccl = packed and devices.can_pack(), packed and operations.may_carry()
+    return np.array([1, is_new, speaks_mpi, packed, on_gpu, by_nccl], np.int32)
 
 
 def all_speak_mpi(ticket: np.ndarray) -> bool:
     """Whether that is what the sum of all tickets says."""
     return bool(ticket[SPEAKS_MPI] == ticket[PRESENT])
+
+
+def all_pack_on_gpus(ticket: np.ndarray) -> bool:
+    """Whether all ranks can pack gradients on a GPU, as the sum of all tickets says; else all do so on the host."""
+    return bool(ticket[ON_GPU] == ticket[PRESENT])
 
 
 def all_want_operations(ticket: np.ndarray) -> bool:

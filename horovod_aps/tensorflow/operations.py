@@ -22,22 +22,18 @@ from tensorflow.python.framework.kernels import get_registered_kernels_for_op
 
 from horovod_aps import config
 from horovod_aps.errors import LostPeer
+from horovod_aps.kernels.memory import is_over
 from horovod_aps.tensorflow import devices
 
 OPS = ("HorovodAlltoall", "HorovodAllgather")
 MAX_KEPT = 32  # tensors to send from, each of another size
 
 
-def are_wanted() -> bool:
-    """Whether messages of this process's GPUs should travel so: if Horovod was built to do it by NCCL.
+def may_carry() -> bool:
+    """Whether messages of this process's GPUs, where it has any, should travel so: if Horovod does it by NCCL.
 
     Not if Horovod says that an operation is over before it is (HOROVOD_ENABLE_ASYNC_COMPLETION).
     """
-    return may_carry() and bool(devices.gpus()) and devices.array_module() is not None
-
-
-def may_carry() -> bool:
-    """Whether messages of a GPU may travel so, if there is one."""
     return config.gpu_way() == "auto" and has_nccl() and not config.completes_early()
 
 
@@ -203,5 +199,5 @@ class HorovodOperations:
                     source, kind = addresses.values[0] + start, runtime.memcpyDeviceToDevice
                     runtime.memcpyAsync(array.ptr, source, len(array), kind, kernels.stream.ptr)
             self._leaving.append((kernels._mark(kernels.stream), (received, addresses)))
-        while self._leaving and self._leaving[0][0].done:
+        while self._leaving and is_over(kernels.device.cuda, self._leaving[0][0]):
             self._leaving.popleft()

@@ -82,6 +82,8 @@ class PackedCompressor(BaseCompressor, Compressor):
             if tensor.dtype.is_floating_point:
                 raise checks.wrong_dtype(tensor.dtype)
             return seam.wire(tensor, self), None
+        if tensor.is_cuda:
+            for_torch.refuse_capture(tensor.device)
         staged = tensor.contiguous().resolve_neg()  # itself, unless its memory is not what it says
         wired = seam.wire(staged, self)
         gradient = wired.aps_context = Gradient.of(tensor, staged, DTYPE_CODES[staged.dtype])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from horovod_aps.kernels.memory import is_over
 from horovod_aps.transports.above import Above
 from horovod_aps.transports.base import Bytes, Request, Transport
 
@@ -108,7 +109,8 @@ class DeviceTransport(Above):
 
     def pump(self) -> None:
         """Move all transfers on, those with the same tag in the order in which they were started."""
-        while self._waiting and self._waiting[0].left.done:
+        cuda = self._kernels.device.cuda
+        while self._waiting and is_over(cuda, self._waiting[0].left):
             move = self._waiting.popleft()
             move.request = self.below.transfer(move.sent, move.filled, move.tag)
             self._moving.append(move)
@@ -119,6 +121,6 @@ class DeviceTransport(Above):
                 self._put_on(move)
             move.over, move.request = True, None
             move.sent, move.filled, move.outgoing, move.incoming = {}, {}, {}, {}
-        while self._retiring and self._retiring[0][0].done:
+        while self._retiring and is_over(cuda, self._retiring[0][0]):
             for host in self._retiring.popleft()[1]:
                 self._kernels.pinned.give(host)

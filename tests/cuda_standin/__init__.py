@@ -14,11 +14,13 @@ fresh device.
 
 import ctypes
 import hashlib
+import itertools
 import os
 import random
 import subprocess
 import tempfile
 import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +36,7 @@ MAX_ARGUMENTS = 12
 ARENA = 1 << 32  # bytes of address space
 PAGE = 4096
 DEVICE, PINNED = 1, 2
+NOT_READY, ILLEGAL_ADDRESS = 600, 700  # CUDA's numbers
 FOLDER = Path(__file__).parent
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -182,7 +185,7 @@ class _State:
                 array.fill(0xDD)
                 self.pinned.pop(ptr, None)
 
-    def progress(self) -> None:
+    def progress(self, raises: bool = True) -> None:
         """A moment passes: now and then some of what is queued runs."""
 
         def run() -> None:
@@ -192,6 +195,11 @@ class _State:
         with self.lock:
             if self.random.random() < 0.4 and any(stream.queue for stream in self.streams.values()):
                 self.opened(run)
+        if raises:
+            self.check()
+
+    def check(self) -> None:
+        """Raise what has gone wrong on the device."""
         if self.error is not None:
             error, self.error = self.error, None
             raise error
@@ -389,8 +397,13 @@ class ExternalStream(_StreamHandle):
 
 
 class Event:
+    _numbers = itertools.count(1)
+    _by_ptr: "weakref.WeakValueDictionary[int, Event]" = weakref.WeakValueDictionary()
+
     def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
         self._recorded = self._finished = self._mark = 0
+        self.ptr = next(self._numbers)
+        self._by_ptr[self.ptr] = self
 
     def record(self, stream: _StreamHandle | None = None) -> None:
         _state.counts["events"] += 1
@@ -406,13 +419,19 @@ class Event:
 
     @property
     def done(self) -> bool:
+        """As CuPy's: False as well when something has gone wrong."""
+        return _Runtime.eventQuery(self.ptr) == 0
+
+    def query(self) -> int:
         _state.counts["queries"] += 1
-        _state.progress()
+        _state.progress(raises=False)
+        if _state.error is not None:
+            return ILLEGAL_ADDRESS
         if self._finished < self._recorded:
-            return False
+            return NOT_READY
         if self._mark:
             _state.sanitizer.acquire(0, self._mark)
-        return True
+        return 0
 
     def synchronize(self) -> None:
         _state.counts["waits"] += 1
@@ -456,6 +475,13 @@ class _Runtime:
     getDeviceCount = staticmethod(lambda: 1)  # noqa: N815
     getDeviceProperties = staticmethod(lambda device: {"name": b"the stand-in"})  # noqa: N815
     driverGetVersion = runtimeGetVersion = staticmethod(lambda: 12090)  # noqa: N815
+    eventQuery = staticmethod(lambda event: Event._by_ptr[event].query())  # noqa: N815
+
+    @staticmethod
+    def check_status(status: int) -> None:
+        if status:
+            _state.check()
+            raise RuntimeError(f"the device says {status}")
 
     @staticmethod
     def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:  # noqa: N802

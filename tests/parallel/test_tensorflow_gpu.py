@@ -20,7 +20,7 @@ from reference import Format
 
 from horovod_aps.kernels.cuda import CudaKernels
 from horovod_aps.kernels.memory import DeviceArray
-from horovod_aps.tensorflow import APSCompressor, devices, engine
+from horovod_aps.tensorflow import APSCompressor, devices, engine, links
 
 hvd.init()
 tf.config.threading.set_inter_op_parallelism_threads(1)
@@ -50,6 +50,7 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(devices, "Addresses", DeviceAddresses)
     monkeypatch.setattr(devices, "kernels", lambda: CudaKernels(cuda_standin, block=32))
     cuda_standin.reset(hvd.rank())
+    links._note_link(0)  # what this rank can do, graphs made earlier have in a variable
 
 
 def run(step, tensors, graph: bool, device: str = GPU):
@@ -108,6 +109,27 @@ def test_ranks_have_different_gpus(graph, monkeypatch):
     )
     grads = make_gradients((9,), hvd.size())
     check(reduce(grads, APSCompressor(4, 3), graph), expected(grads, Format(4, 3), factor=AVERAGE))
+
+
+@MODES
+def test_tensors_without_elements_are_on_the_right_gpu(graph, monkeypatch):
+    """They have no address that would tell."""
+    monkeypatch.setattr(cuda_standin._Attributes, "device", 3)
+    cuda_standin.cuda.devices.clear()
+    grads = make_gradients((0,), hvd.size())
+    check(reduce(grads, APSCompressor(4, 3), graph), grads[0])
+    assert set(cuda_standin.cuda.devices) == {3}
+
+
+@MODES
+def test_a_rank_that_cannot_pack_on_a_gpu(graph, monkeypatch):
+    """Without CuPy, or without a GPU: then all pack on the host, for they would not find each other."""
+    if hvd.rank() == 0:
+        monkeypatch.setattr(devices, "array_module", lambda: None)
+    links._note_link(0)
+    grads = make_gradients((9, 100), hvd.size())
+    check(reduce(grads, APSCompressor(4, 3), graph), expected(grads, Format(4, 3), factor=AVERAGE))
+    assert not cuda_standin.counts()["launches"]
 
 
 @pytest.mark.skipif(hvd.size() != 4, reason="two hosts with two ranks each")

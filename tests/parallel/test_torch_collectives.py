@@ -14,7 +14,8 @@ from all_formats import every_format
 from torch_common import to_numpy
 
 from horovod_aps.formats import FloatFormat
-from horovod_aps.torch import APSCompressor, allgather, collective_bytes, reduce_scatter
+from horovod_aps.kernels import CpuKernels, for_torch
+from horovod_aps.torch import APSCompressor, allgather, collective_bytes, collectives, reduce_scatter
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -211,3 +212,19 @@ def test_ranks_in_join_are_told_of():
             allgather(mine(3), "e4m3")
         hvd.join()
     assert allgather(torch.ones(1), "e4m3").sum() == SIZE
+
+
+def test_ranks_have_different_devices(monkeypatch):
+    """cuda:0 on one rank is cuda:1 on another: they meet, also with a second device of each. Oracle: as on one."""
+    monkeypatch.setattr(for_torch, "kernels_for", lambda device: CpuKernels())
+    monkeypatch.setattr(for_torch, "on", lambda device: torch.device("cpu"))  # which can be entered, too
+    room, x = collectives._room, mine(9, seed=3)
+    expected = allgather(x, "e4m3")
+    for number in range(2):
+        device = torch.device("cuda", (RANK + number) % SIZE)
+        names = hvd.allgather_object(room(hvd.global_process_set, device)._name, name="rooms")
+        assert len(set(names)) == 1, "they would never meet"
+        monkeypatch.setattr(collectives, "_room", lambda process_set, _, device=device: room(process_set, device))
+        assert torch.equal(allgather(x, "e4m3"), expected)
+    names = {one._name for key, one in collectives._rooms.items() if key[2].type == "cuda"}
+    assert len(names) == 2, "a device of its own has a conversation of its own"

@@ -39,6 +39,8 @@ USED = [  # all that the package asks of CuPy
     "cuda.PinnedMemory",
     "cuda.runtime.memcpyAsync",
     "cuda.runtime.memsetAsync",
+    "cuda.runtime.eventQuery",
+    "cuda.runtime.check_status",
     "cuda.runtime.pointerGetAttributes",
     "cuda.runtime.getDeviceCount",
     "cuda.runtime.getDeviceProperties",
@@ -110,12 +112,13 @@ def test_only_what_is_listed_is_asked_of_cupy() -> None:
         "kernels/memory.py",
         "kernels/nvrtc.py",
         "transports/device.py",
+        "tensorflow/operations.py",
         "tools/gpu_check.py",
     ):
         for name in re.findall(r"\bcuda\.([A-Za-z_]+)\b(?!\.py)", (root / file).read_text()):
             if name not in ("libs", "py"):
                 assert f"cuda.{name}" in listed, f"{file} uses cuda.{name}"
-        for name in re.findall(r"\bruntime\.([A-Za-z]+)", (root / file).read_text()):
+        for name in re.findall(r"\bruntime\.([A-Za-z_]+)", (root / file).read_text()):
             assert f"cuda.runtime.{name}" in listed, f"{file} uses cuda.runtime.{name}"
 
 
@@ -272,3 +275,21 @@ def test_a_table_that_is_on_the_device_is_not_sent_again() -> None:
             n_copies = cuda_standin.counts()["copies"] - before
     assert n_copies == 0
     cuda_standin.reset()
+
+
+def test_nothing_is_exchanged_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernels would become part of it, and what ranks tell each other would not: replays would send old bytes."""
+    import torch
+
+    from horovod_aps.kernels import for_torch
+
+    gpu = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for_torch.refuse_capture(gpu)
+    kernels = for_torch.kernels_for(gpu)
+    assert kernels.index == 1
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for_torch.refuse_capture(torch.device("cpu"))
+    for look in (lambda: for_torch.refuse_capture(gpu), kernels._framework_stream):
+        with pytest.raises(ValueError, match="CUDA graph"):
+            look()

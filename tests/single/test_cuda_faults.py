@@ -19,6 +19,7 @@ from test_cuda_exchange import OnCpu, OnGpu, run
 
 from horovod_aps.kernels import cuda, memory, nvrtc
 from horovod_aps.kernels.cuda import CudaKernels
+from horovod_aps.kernels.segments import SEGMENT
 from horovod_aps.options import Options
 from horovod_aps.transports.device import DeviceTransport
 
@@ -73,7 +74,7 @@ def too_early(patch: Patch) -> None:
 
 def sent_too_early(patch: Patch) -> None:
     """A message is sent before its copy to the host is over."""
-    patch.setattr(cuda_standin.Event, "done", property(lambda self: (cuda_standin._state.progress(), True)[1]))
+    patch.setattr(cuda_standin.Event, "query", lambda self: cuda_standin._state.progress() or 0)
 
 
 def pageable(patch: Patch) -> None:
@@ -181,3 +182,18 @@ def test_memory_that_is_used_again_is_spoilt_first() -> None:
     with kernels.at_work():
         again = kernels._empty(8, np.float32)
     assert again.ptr == address and cuda_standin.read(address, 4) == b"\xcd" * 4
+
+
+def test_what_goes_wrong_on_the_device_is_raised_and_not_waited_for() -> None:
+    """CuPy's `Event.done` says False of an event that will never come, as of one that is late."""
+    cuda_standin.reset(0)
+    kernels = CudaKernels(cuda_standin, block=32)
+    segs = np.zeros(1, SEGMENT)
+    pageable = np.ones(8, np.float32)
+    segs["data"], segs["n"], segs["exp_bits"], segs["man_bits"] = pageable.ctypes.data, 8, 4, 3
+    kernels.begin()
+    request = kernels.scan(segs)
+    with pytest.raises(cuda_standin.IllegalAddress):
+        for _ in range(1000):
+            assert not request.done()
+    cuda_standin.drain_quietly()
