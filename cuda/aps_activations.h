@@ -453,7 +453,7 @@ APS_FN int act_dithered_code(float x, float shift, const ActQuantizer& q, int* g
 APS_FN uint64_t act_mask_word(const uint8_t* mask, int64_t begin, int64_t n) {
     if (!mask) return ~0ull;
     const int64_t left = (n + 7) / 8 - begin / 8;
-    return act_get64(mask + begin / 8, left < 8 ? (int)left : 8);
+    return left < 8 ? act_get64(mask + begin / 8, (int)left) : act_get64(mask + begin / 8, 8);  // eight: one load
 }
 APS_FN int act_is_near(float x, float y, const ActQuantizer& q) {
     float error = x - y;

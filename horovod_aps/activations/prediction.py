@@ -21,7 +21,7 @@ from torch import Tensor
 from horovod_aps.activations import codec
 from horovod_aps.activations.entries import Entry
 
-MAX_DEPTH = 12  # predictions that follow from each other: each decodes all before it
+MAX_DEPTH = 4  # predictions that follow from each other: each decodes all before it
 _KEY = "horovod_aps.activations"
 
 
