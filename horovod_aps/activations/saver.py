@@ -29,7 +29,9 @@ from horovod_aps.activations.entries import MASK, NOTHING, SHAPE, VALUES, Entry,
 
 MIN_SIZE = 4096  # elements; what is smaller is kept as it is
 MIN_RATIO = 1.5  # a layer below it is warned of
-QUANTILE, SUM, FINER = 0.9, 0.6, 4.0
+QUANTILE = 0.9  # of a batch norm's channels, whose predictions are to be within the bound of what they predict
+SUM = 0.6  # of that bound for each of two batch norms that are added up
+FINER = 4.0  # times, at most, that a bound becomes finer for it
 _POOLS = (nn.MaxPool1d, nn.MaxPool2d)
 
 
