@@ -157,6 +157,7 @@ def test_emulated_optimizer_on_cuda_equals_cpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", cuda_standin)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # which a CPU build cannot tell
     monkeypatch.setattr(EmulatedOptimizer, "_device", lambda self: torch.device("cuda", 0))
     layer_of = EmulatedOptimizer._layer
 
