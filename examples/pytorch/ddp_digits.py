@@ -8,6 +8,7 @@ Needs common.py one folder up.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from pathlib import Path
@@ -137,4 +138,5 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     main(ARGS)
-    dist.destroy_process_group()  # once the model is gone: its hooks may still hold the group
+    gc.collect()  # DDP's model goes only now, and its hooks with it, which may hold the group
+    dist.destroy_process_group()

@@ -5,6 +5,7 @@ Start them with torchrun, which says who and where we are.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +23,8 @@ def init() -> None:
 
 
 def shutdown() -> None:
-    """PyTorch's own threads may abort a process that leaves without it."""
+    """PyTorch's own threads may abort a process that leaves without it, or while a model's hooks hold the group."""
+    gc.collect()  # a model of DDP's goes only now
     dist.destroy_process_group()
 
 
