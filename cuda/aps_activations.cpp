@@ -210,6 +210,9 @@ struct ActHints {
 
 namespace {
 
+int flags_of(const ActHints* hints) {
+    return (hints && hints->mask ? ACT_MASKED : 0) | (hints && hints->n_sources ? ACT_PREDICTED : 0);
+}
 enum { ACT_MAX_SOURCES = 2, ACT_MAX_DEPTH = 16 };
 
 class Reader;
@@ -301,7 +304,7 @@ int64_t Reader::open(const uint8_t* stream, int64_t size, int64_t n, int dtype, 
     if (size < (int64_t)sizeof header) return ACT_MALFORMED;
     memcpy(&header, stream, sizeof header);
     const int64_t n_chunks = chunks_of(n);
-    const int flags = (hints && hints->mask ? ACT_MASKED : 0) | (hints && hints->n_sources ? ACT_PREDICTED : 0);
+    const int flags = flags_of(hints);
     if (header.magic != ACT_MAGIC || header.dtype != dtype || header.n != n || header.size != size ||
         header.n_chunks != n_chunks || !(header.bound >= 0.0f) || !(header.bound <= 2e30f) || header.flags != flags ||
         header.coarse > ACT_MAX_COARSE || (header.coarse && flags != ACT_MASKED)) {
@@ -408,7 +411,7 @@ int64_t aps_act_encode(const void* data, int64_t n, int dtype, double eb, const 
     if (!is_valid(n, dtype) || (n && !data) || !(eb >= 0) || coarse < 0 || coarse > ACT_MAX_COARSE) {
         return ACT_BAD_ARGUMENT;
     }
-    const int flags = (hints && hints->mask ? ACT_MASKED : 0) | (hints && hints->n_sources ? ACT_PREDICTED : 0);
+    const int flags = flags_of(hints);
     if (coarse && flags != ACT_MASKED) return ACT_BAD_ARGUMENT;
     Job job;
     job.data = data;

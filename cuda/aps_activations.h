@@ -108,6 +108,11 @@ APS_FN uint32_t act_value(int code, const ActQuantizer& q) {
     const uint32_t bits = act_narrow((float)(2 * c - 1) * q.middle, q.dtype);
     return bits | (code < 0 ? q.dtype == APS_F32 ? 0x80000000u : 0x8000u : 0u);
 }
+APS_FN int act_is_near(float x, float y, const ActQuantizer& q) {
+    float error = x - y;
+    error = error < 0.0f ? -error : error;
+    return q.strict ? error < q.limit : error <= q.limit;
+}
 // The code of a value, and whether what it stands for is near enough.
 APS_FN int act_code(float x, const ActQuantizer& q, int* good) {
     const float a = aps_float(aps_bits(x) & 0x7fffffffu);
@@ -117,9 +122,7 @@ APS_FN int act_code(float x, const ActQuantizer& q, int* good) {
     c += t > (float)c;
     if (c == 0 && !(x == 0.0f)) c = 1;
     const float y = act_widen(act_value(c, q), q.dtype);
-    float error = a - y;
-    error = error < 0.0f ? -error : error;
-    if (!(q.strict ? error < q.limit : error <= q.limit) && !(x == 0.0f)) *good = 0;
+    if (!act_is_near(a, y, q) && !(x == 0.0f)) *good = 0;
     return x < 0.0f ? -c : c;
 }
 
@@ -444,9 +447,7 @@ APS_FN int act_dithered_code(float x, float shift, const ActQuantizer& q, int* g
     c += t > (float)c;
     ++c;
     const float y = act_widen(act_dithered_value(c, shift, q), q.dtype);
-    float error = a - y;
-    error = error < 0.0f ? -error : error;
-    if (!(q.strict ? error < q.limit : error <= q.limit)) *good = 0;
+    if (!act_is_near(a, y, q)) *good = 0;
     return x < 0.0f ? -c : c;
 }
 // 64 bits of a mask of n; ones if there is none.
@@ -454,11 +455,6 @@ APS_FN uint64_t act_mask_word(const uint8_t* mask, int64_t begin, int64_t n) {
     if (!mask) return ~0ull;
     const int64_t left = (n + 7) / 8 - begin / 8;
     return left < 8 ? act_get64(mask + begin / 8, (int)left) : act_get64(mask + begin / 8, 8);  // eight: one load
-}
-APS_FN int act_is_near(float x, float y, const ActQuantizer& q) {
-    float error = x - y;
-    error = error < 0.0f ? -error : error;
-    return q.strict ? error < q.limit : error <= q.limit;
 }
 // p is a value of the dtype that is not NaN; it does not count where the mask is off.
 APS_FN int act_guided_code(float x, float p, int on, int64_t i, const ActGuide& g, int* good) {

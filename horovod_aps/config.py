@@ -109,6 +109,14 @@ def completes_early() -> bool:
     return os.environ.get("HOROVOD_ENABLE_ASYNC_COMPLETION", "").strip() not in ("", "0")
 
 
+def allows_operations() -> bool:
+    """Whether Horovod's own operations may carry packed bytes of a GPU, if it has them there.
+
+    Not if Horovod says that an operation is over before it is.
+    """
+    return gpu_way() == "auto" and not completes_early()
+
+
 def network_interfaces() -> list[str]:
     """The interfaces that Horovod's Gloo, or else PyTorch's, was told to use."""
     for name in ("HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME"):

@@ -34,7 +34,7 @@ def may_carry() -> bool:
 
     Not if Horovod says that an operation is over before it is (HOROVOD_ENABLE_ASYNC_COMPLETION).
     """
-    return config.gpu_way() == "auto" and has_nccl() and not config.completes_early()
+    return config.allows_operations() and has_nccl()
 
 
 def carry(gpu: str | None) -> bool:

@@ -63,7 +63,6 @@ class PackedCompressor(BaseCompressor, Compressor):
     def _start(self) -> None:
         super()._start()
         self._batches: dict[tuple[int, torch.device], _Batch] = {}
-        self._open: _Batch | None = None  # the one that the last single tensor went into
         self._world: Any = None
         self._n_unnamed_groups = 0
         self._met: set[Any] = set()  # where ranks have been waited for once in this world
@@ -154,16 +153,7 @@ class PackedCompressor(BaseCompressor, Compressor):
         """As `_submit_group`, for a tensor by itself: there may be thousands of small ones."""
         if op != mpi_ops.Average and op != mpi_ops.Sum:
             raise checks.wrong_op(op, mpi_ops)
-        device = tensor.aps_context.staged.device
-        batch = self._open
-        if (
-            batch is None
-            or batch.closed
-            or batch.process_set_id != process_set_id
-            or batch.device != device
-            or batch.world is not mpi_ops._handle_map
-        ):
-            batch = self._open = self._open_batch(process_set_id, device)
+        batch = self._open_batch(process_set_id, tensor.aps_context.staged.device)
         size = len(batch.members)
         layer = self._layer(batch, tensor, output, name, factor / size if op == mpi_ops.Average else factor)
         if batch.suspicion is not None and name is not None:

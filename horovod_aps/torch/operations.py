@@ -29,7 +29,7 @@ def are_wanted(device: torch.device) -> bool:
 
 def may_carry() -> bool:
     """Whether messages of a GPU may travel so, if there is one."""
-    return config.gpu_way() == "auto" and has_nccl() and not config.completes_early()
+    return config.allows_operations() and has_nccl()
 
 
 def has_nccl() -> bool:
