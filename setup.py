@@ -1,8 +1,8 @@
 """Build the CPU kernel library and torch's pool of memory; everything else about the package is in setup.cfg.
 
-The library is plain C++ loaded by ctypes. AVX2 is chosen at run time, so no -march flag is needed and a wheel
-runs on every machine of its architecture. OpenMP is used where the compiler has it. The pool (horovod_aps._torch) is
-built where torch is at hand, for that version of it, and can be done without.
+The library is plain C++ loaded by ctypes. Instruction sets are chosen at run time, so no -march flag is needed and a
+wheel runs on every machine of its architecture. OpenMP is used where the compiler has it. The pool (horovod_aps._torch)
+is built where torch is at hand, for that version of it, and can be done without.
 """
 
 import glob
@@ -18,12 +18,13 @@ from typing import Any
 from setuptools import Extension, find_namespace_packages, setup
 from setuptools.command.build_ext import build_ext
 
-HEADERS = sorted([*glob.glob("cuda/*.h"), *glob.glob("cuda/*.inc")])
+# Each library carries the checksum of all of these, so a change of any makes it old.
+FILES = sorted(path for kind in ("h", "inc", "cpp") for path in glob.glob(f"cuda/*.{kind}"))
 
 
 def checksum() -> str:
     """Of all that the library is made from, as horovod_aps.kernels.native has it: an old library must not be used."""
-    paths = sorted(Path(path) for path in [*HEADERS, *glob.glob("cuda/*.cpp")])
+    paths = sorted(map(Path, FILES))
     parts = [f"{path.name}\0{path.read_text()}" for path in paths]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
@@ -45,7 +46,7 @@ def torch_extension() -> list[Extension]:
         Extension(
             "horovod_aps._torch",
             sources=["cuda/aps_torch.cpp"],
-            depends=HEADERS,
+            depends=FILES,
             define_macros=[SOURCES, ("APS_TORCH", f'"{built_for}"')],
             include_dirs=[str(folder / "include")],
             library_dirs=[str(folder / "lib")],
@@ -91,7 +92,7 @@ setup(
         Extension(
             "horovod_aps._cpu",
             sources=["cuda/aps_cpu.cpp", "cuda/aps_simulate.cpp", "cuda/aps_activations.cpp"],
-            depends=HEADERS,
+            depends=FILES,
             define_macros=[SOURCES],
             language="c++",
             extra_compile_args=[

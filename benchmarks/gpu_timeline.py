@@ -102,7 +102,7 @@ def device(machine: Machine) -> Any:
             self.id = index
 
     class Stream(Nothing):
-        def __init__(self, ptr: int | None = None, index: int = 0, non_blocking: bool = True) -> None:
+        def __init__(self, ptr: int | None = None, non_blocking: bool = True, priority: int | None = None) -> None:
             self.ptr = next(numbers) if ptr is None else ptr
 
         def wait_event(self, event: Any) -> None:
@@ -140,6 +140,14 @@ def device(machine: Machine) -> Any:
             return 0 if machine.now >= event.time else NOT_READY
 
         @staticmethod
+        def eventRecord(event: Any, stream: int) -> None:  # noqa: N802
+            event.record(Stream(stream))
+
+        @staticmethod
+        def streamWaitEvent(stream: int, event: Any) -> None:  # noqa: N802
+            Stream(stream).wait_event(event)
+
+        @staticmethod
         def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:  # noqa: N802
             machine.now += machine.costs.launch
             seconds = size / machine.costs.pcie
@@ -157,7 +165,7 @@ def device(machine: Machine) -> Any:
         return SimpleNamespace(ptr=next(addresses))
 
     cuda = SimpleNamespace(
-        Device=Device, Stream=Stream, ExternalStream=Stream, Event=Event, PinnedMemory=PinnedMemory,
+        Device=Device, Stream=Stream, Event=Event, PinnedMemory=PinnedMemory,
         runtime=Runtime, alloc=alloc, memory=SimpleNamespace(OutOfMemoryError=MemoryError),
     )  # fmt: skip
     return SimpleNamespace(cuda=cuda)

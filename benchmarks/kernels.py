@@ -92,7 +92,8 @@ def other_library(path: str, threads: int) -> ctypes.CDLL:
     for name, arguments in native.SIGNATURES.items():
         if hasattr(lib, name):
             getattr(lib, name).argtypes, getattr(lib, name).restype = arguments, ctypes.c_int64
-    lib.aps_use_avx2(int(config.use_avx2()))
+    if hasattr(lib, "aps_use_vectors"):
+        lib.aps_use_vectors(config.vectors())
     lib.aps_set_num_threads(threads)
     return lib
 

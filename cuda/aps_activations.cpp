@@ -15,7 +15,7 @@
 #endif
 
 bool aps_is_forked();  // aps_cpu.cpp: OpenMP would hang
-extern "C" int aps_uses_avx2();
+extern "C" int aps_uses_vectors();
 
 enum { ACT_BAD_ARGUMENT = -1, ACT_NO_MEMORY = -2, ACT_MALFORMED = -3 };
 
@@ -161,7 +161,7 @@ namespace {
 bool use_vectors() {
 #ifdef ACT_X86
     static const bool able = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2");
-    return able && aps_uses_avx2();
+    return able && aps_uses_vectors();
 #else
     return false;
 #endif

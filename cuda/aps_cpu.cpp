@@ -67,19 +67,53 @@ namespace aps_baseline {
 namespace aps_avx2 {
 #include "aps_cpu_kernels.inc"
 }
-#undef APS_AVX2
 #pragma GCC pop_options
+// clang has no such pragma: its command line says what all loops may use.
+#if !defined(APS_NO_AVX512) && (defined(__clang__) ? defined(__AVX512VBMI2__) : __GNUC__ >= 8)
+#define APS_AVX512 1
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vbmi2")
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12 means its own header
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+namespace aps_avx512 {
+#include "aps_cpu_kernels.inc"
+}
+#pragma GCC diagnostic pop
+#pragma GCC pop_options
+#undef APS_AVX512
+#define APS_HAS_AVX512 1
+#endif
+#undef APS_AVX2
 #endif
 
 // ---------------------------------------------------------------------------------------------- settings
 static int g_threads = 1;
-static int g_use_avx2 = -1;  // -1: not asked yet
+enum { BASELINE, AVX2, AVX512 };
+static int g_vectors = -1;  // which of them is in use; -1: not asked yet
+
+static int best_vectors() {
+#ifdef APS_X86
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("f16c")) return BASELINE;
+#ifdef APS_HAS_AVX512
+    if (__builtin_cpu_supports("bmi2") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2"))
+        return AVX512;
+#endif
+    return AVX2;
+#endif
+    return BASELINE;
+}
 
 // The codecs of all families, for this machine.
 static const CpuCodec* const* active() {
+    if (g_vectors < 0) g_vectors = best_vectors();
+#ifdef APS_HAS_AVX512
+    if (g_vectors == AVX512) return aps_avx512::codecs;
+#endif
 #ifdef APS_X86
-    if (g_use_avx2 < 0) g_use_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-    if (g_use_avx2) return aps_avx2::codecs;
+    if (g_vectors == AVX2) return aps_avx2::codecs;
 #endif
     return aps_baseline::codecs;
 }
@@ -222,14 +256,16 @@ int aps_has_openmp() {
     return 0;
 #endif
 }
-// For tests and benchmarks: 0 selects the baseline loops, 1 AVX2 where present; returns what is in use.
-int aps_use_avx2(int use) {
-    g_use_avx2 = -1;
-    active();
-    if (!use) g_use_avx2 = 0;
-    return g_use_avx2 == 1;
+// Selects the loops: 0 the baseline, 1 up to AVX2, 2 up to AVX-512, where present; returns what is in use.
+int aps_use_vectors(int most) {
+    const int best = best_vectors();
+    g_vectors = most < BASELINE ? (int)BASELINE : most < best ? most : best;
+    return g_vectors;
 }
-int aps_uses_avx2() { return active() != aps_baseline::codecs; }
+int aps_uses_vectors() {
+    active();
+    return g_vectors;
+}
 // For tests: set flush-to-zero and denormals-are-zero of the calling thread; returns the state before.
 int aps_set_flush_to_zero(int on) {
 #if defined(APS_X86)
@@ -246,6 +282,9 @@ int aps_set_flush_to_zero(int on) {
 // least[i]: the least number that belongs to code i + 1.
 int64_t aps_register_table(const float* values, const float* least, int64_t n) {
     if (n < 2 || n > APS_TABLE_SIZE || aps_n_tables == 1 << 16) return -1;
+    for (int64_t k = 1; k < n; ++k) {
+        if (!(values[k] > values[k - 1])) return -1;
+    }
     ApsCpuTable* made = (ApsCpuTable*)malloc(sizeof(ApsCpuTable));
     if (!made) return -1;
     ApsTable& t = made->table;
@@ -256,7 +295,10 @@ int64_t aps_register_table(const float* values, const float* least, int64_t n) {
         t.least[k] = k < n - 1 ? least[k] : aps_float(0x7f800000u);
     }
     FloatEnvironment environment;
-    aps_fill_cells(t, 1.0f, made->cells);
+    aps_fill(t, 1.0f, made->cells);
+    aps_fill(t, 1.0f, made->keys);
+    made->zero = aps_mirror(t);
+    aps_split_bytes(t.values, made->values);
     aps_tables[aps_n_tables] = made;
     __atomic_store_n(&aps_n_tables, aps_n_tables + 1, __ATOMIC_RELEASE);
     return aps_n_tables - 1;

@@ -118,7 +118,7 @@ def add_compression_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PATTERN=FORMAT",
-        help='hybrid precision: "fc.*=float32" or "*bn*=5,10" for layers whose name matches, or '
+        help='hybrid precision: "*fc*=float32" or "*bn*=5,10" for layers whose name matches, or '
         '"auto" to choose from the first steps; may be repeated, the first match wins',
     )
     group.add_argument(

@@ -2,6 +2,7 @@
 
 HOROVOD_APS_NUM_THREADS   threads of one CPU kernel call, default 1 (a host runs one rank per core)
 HOROVOD_APS_AVX2          0 keeps the CPU kernels to the baseline instruction set, default 1
+HOROVOD_APS_AVX512        0 keeps them to AVX2, default 1
 HOROVOD_APS_LOG           debug, info, warning (default) or error; debug prints every phase of every exchange
 HOROVOD_APS_TIMELINE      trace.json makes every rank write its phases to trace.rank<r>.json, see `timeline`
 HOROVOD_APS_HOST          the host that this rank counts to in a two-level exchange, default by the machine's name
@@ -15,6 +16,7 @@ from pathlib import Path
 VARIABLES = {
     "HOROVOD_APS_NUM_THREADS",
     "HOROVOD_APS_AVX2",
+    "HOROVOD_APS_AVX512",
     "HOROVOD_APS_LOG",
     "HOROVOD_APS_TIMELINE",
     "HOROVOD_APS_HOST",
@@ -34,6 +36,7 @@ LAUNCHERS = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
     ("PMIX_RANK",),
 )
+VECTORS = ("baseline instructions", "AVX2", "AVX-512")  # by their number in aps_use_vectors
 GPU_WAYS = ("auto", "mpi", "pinned")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -67,9 +70,10 @@ def num_threads() -> int:
     return env_int("HOROVOD_APS_NUM_THREADS", 1, 1, 1024)
 
 
-def use_avx2() -> bool:
-    """Whether the CPU kernels may use AVX2 where the processor has it (HOROVOD_APS_AVX2)."""
-    return bool(env_int("HOROVOD_APS_AVX2", 1, 0, 1))
+def vectors() -> int:
+    """The most of VECTORS that the CPU kernels may use (HOROVOD_APS_AVX2, HOROVOD_APS_AVX512)."""
+    avx2, avx512 = (env_int(name, 1, 0, 1) for name in ("HOROVOD_APS_AVX2", "HOROVOD_APS_AVX512"))
+    return avx2 + avx2 * avx512
 
 
 def log_level() -> str:

@@ -5,6 +5,11 @@ class LostPeer(RuntimeError):
     """Another rank has gone, or Horovod has been shut down: what elastic jobs recover from."""
 
 
+def cannot_go_on(who: str, why: bytes) -> LostPeer:
+    """A rank has failed in the middle of an exchange, and has said why."""
+    return LostPeer(f"{who} could not go on: {why.decode(errors='replace')}")
+
+
 def not_ours(rank: int, n_bytes: int) -> ValueError:
     """Another rank speaks another language."""
     return ValueError(

@@ -96,6 +96,13 @@ class PackedReduceScatter(BaseCompressor):
         """Fill `output_tensor` with this rank's chunk of the reduced `input_tensor`; it is there on return."""
         if output_tensor.dtype not in DTYPE_CODES:
             return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+        if input_tensor.dtype != output_tensor.dtype:
+            raise TypeError(
+                f"{type(self).__name__}: input and output must have one dtype, got {input_tensor.dtype} and "
+                f"{output_tensor.dtype}"
+            )
+        if not (input_tensor.is_contiguous() and output_tensor.is_contiguous()):
+            raise ValueError(f"{type(self).__name__}: input and output must be contiguous")
         size = dist.get_world_size(group)
         if input_tensor.numel() != size * output_tensor.numel():
             raise ValueError(
@@ -152,6 +159,8 @@ class APSReduceScatter(ByBits, PackedReduceScatter):
 
     All that is said of `PackedReduceScatter` holds.
     """
+
+    _who = "APSReduceScatter"
 
     def __init__(self, e: int, m: int, *, block: int = BLOCK, **options: Any) -> None:
         """Options are those of `horovod_aps.torch.APSCompressor` that need no names.

@@ -10,7 +10,7 @@ import contextlib
 import fnmatch
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -137,6 +137,8 @@ class Options:
                     raise TypeError(f"{self.who}: overrides keys must be name patterns, got {pattern!r}")
                 where = f"{self.who}: overrides[{pattern!r}]"
                 self._check_use(as_format(value, self.specials, where), where)
+        if isinstance(self.auto_candidates, str) or not isinstance(self.auto_candidates, Iterable):
+            raise TypeError(f"{who}: auto_candidates must be a sequence of formats, got {self.auto_candidates!r}")
         object.__setattr__(self, "auto_candidates", tuple(map(self._check_candidate, self.auto_candidates)))
         if self.overrides == "auto" and not self.auto_candidates:
             raise ValueError(f'{who}: overrides="auto" needs at least one of auto_candidates, got none')

@@ -99,12 +99,14 @@ class Emulation:
         return outs[0]
 
 
-def hosted_exchanges(hosts: Sequence[str], options: Options) -> list[Exchange]:
+def hosted_worlds(hosts: Sequence[str], why_flat: str = "") -> list[HostedTransport]:
     """One emulated rank for each name, which is that of its host."""
-    return [
-        Exchange(CpuKernels(), HostedTransport(one, options.why_flat, host), options)
-        for one, host in zip(LocalTransport.world(len(hosts)), hosts)
-    ]
+    return [HostedTransport(one, why_flat, host) for one, host in zip(LocalTransport.world(len(hosts)), hosts)]
+
+
+def hosted_exchanges(hosts: Sequence[str], options: Options) -> list[Exchange]:
+    """The exchanges of such ranks."""
+    return [Exchange(CpuKernels(), world, options) for world in hosted_worlds(hosts, options.why_flat)]
 
 
 def assert_same_bits(actual: Any, wanted: Any, what: str = "") -> None:

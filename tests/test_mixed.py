@@ -20,6 +20,14 @@ def test_torch_ranks_with_another_compression_fail_and_late_ones_do_not(kind):
     assert "no answer from all other ranks" in output, output
 
 
+@pytest.mark.parametrize("kind", ["mpirun", pytest.param("gloo", marks=pytest.mark.slow)])
+def test_torch_ranks_that_have_made_more_compressors_fail(kind):
+    """What was an endless wait: the first compressor of one rank and the second of the other."""
+    code, output = run([*launcher(kind, 2), sys.executable, str(WORKER), "order"], 240, {})
+    assert code and "OtherOrder: APSCompressor: all ranks wait" in output, output
+    assert "as if nothing were wrong" not in output, output
+
+
 @pytest.mark.parametrize(
     "kind, what",
     [

@@ -59,7 +59,7 @@ class Layer:
     module: nn.Module | None
     bound: float | None = None
     scale: float = 0.0
-    """Root mean square of what it saved when it was last measured."""
+    """Root mean square of what it saved when it was last measured, where there is a theory."""
     partners: set[str] = field(default_factory=set)
     """Layers that save the same tensor later, with a smaller bound."""
     squares: float = 0.0
@@ -79,9 +79,9 @@ class Layer:
 
     @property
     def weight(self) -> Tensor | None:
-        """The weight whose gradient the saved tensors go into."""
+        """The weight whose gradient the saved tensors go into; None if forward makes it, as pruned layers do."""
         weight = getattr(self.module, "weight", None)
-        return weight if isinstance(weight, Tensor) and weight.requires_grad else None
+        return weight if isinstance(weight, Tensor) and weight.requires_grad and weight.is_leaf else None
 
     @property
     def has_theory(self) -> bool:
@@ -96,7 +96,7 @@ class Layer:
     @property
     def default(self) -> float:
         """The bound before there is one."""
-        return (START if self.has_theory else OTHER) * self.scale
+        return START * self.scale
 
 
 def inverse_deviation(module: nn.Module, x: Tensor) -> Tensor | None:

@@ -46,7 +46,7 @@ class Entry:
     def __init__(self, layer: str, data: Tensor, storage: torch.UntypedStorage) -> None:
         self.layer = layer
         self.n_bytes = data.nbytes
-        self.n, self.dtype = data.numel(), data.dtype
+        self.n, self.dtype, self.device = data.numel(), data.dtype, data.device
         self.need = NOTHING
         self.n_uses = 0
         self.bound: float | None = None
@@ -216,7 +216,7 @@ class Handle:
         start = time.perf_counter()
         flat = self.entry.flat()
         if flat is None:
-            return torch.empty_strided(self.shape, self.stride, dtype=self.entry.dtype)
+            return torch.empty_strided(self.shape, self.stride, dtype=self.entry.dtype, device=self.entry.device)
         if self.entry.trims:
             memory.trim()
         out = flat.as_strided(self.shape, _strides(self.shape, self.stride), flat.storage_offset())

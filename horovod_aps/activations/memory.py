@@ -30,7 +30,7 @@ class Pool:
     def __init__(self, lib: ctypes.CDLL) -> None:
         self._lib = lib
         self._n_users = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the garbage collector may call leave() in the middle of enter()
 
     @property
     def is_on(self) -> bool:

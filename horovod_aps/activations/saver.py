@@ -44,8 +44,8 @@ class _Pass(threading.local):
         """Modules at work, and how many elements their input has."""
         self.pending: Entry | None = None
         """A mask that becomes values if the next layer asks for them."""
-        self.postponed: tuple[Entry, Tensor] | None = None
-        """Values that become a shape if the next tensor is the indices of max-pooling."""
+        self.postponed: tuple[Entry, Tensor, int] | None = None
+        """Values that become a shape if the next tensor is the indices of max-pooling; when they were saved."""
         self.norm: prediction.Norm | None = None
         """The batch norm at work."""
         self.waiting: list[_Waiting] = []
@@ -65,6 +65,28 @@ class _Waiting:
     """Tensors that were saved since."""
 
 
+_savers: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[ActivationCompressor]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _tell_of_steps(optimizer: torch.optim.Optimizer, saver: ActivationCompressor) -> None:
+    """Have `saver._stepped` called after every step of the optimizer, which does not keep the saver.
+
+    One hook for all savers of an optimizer, and it stays: the end of a saver may come in the middle of a step.
+    """
+    savers = _savers.get(optimizer)
+    if savers is None:
+        savers = _savers[optimizer] = weakref.WeakSet()
+
+        def after(*_: Any) -> None:
+            for one in list(savers):
+                one._stepped()
+
+        optimizer.register_step_post_hook(after)
+    savers.add(saver)
+
+
 class ActivationCompressor:
     """Compresses what a model's forward pass saves for backward: `with saver: loss = criterion(model(x), y)`.
 
@@ -72,7 +94,8 @@ class ActivationCompressor:
         model: the module whose layers are told apart; may be wrapped in DDP.
         optimizer: the one that trains it, for the bounds of "auto"; a `hvd.DistributedOptimizer` is one too.
         error_bound: "auto", or a number: no activation changes by more than that.
-        relative: the number is a share of each layer's root mean square, as measured every `every` steps.
+        relative: the number is a share of each tensor's root mean square; for what layers with a weight are given, that
+            of the last refresh.
         share: with "auto", the error of a weight's gradient (its standard deviation) over the layer's mean |momentum|.
         every: steps between two refreshes of the bounds; the first follow after 1, 2, 4, ... steps.
         min_size: tensors with fewer elements are kept as they are.
@@ -101,6 +124,8 @@ class ActivationCompressor:
         where = "ActivationCompressor"
         if not isinstance(model, nn.Module):
             raise TypeError(f"{where}: model must be a torch.nn.Module, got {type(model).__name__}")
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"{where}: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         if error_bound == "auto":
             if optimizer is None:
                 raise ValueError(f'{where}: error_bound "auto" needs the optimizer; give it, or a number')
@@ -139,17 +164,8 @@ class ActivationCompressor:
         if pool is not None:
             pool.enter()
             weakref.finalize(self, pool.leave)
-        self._step_hook = None
         if optimizer is not None:
-            stepped = weakref.WeakMethod(self._stepped)
-
-            def after(*_: Any) -> None:
-                method = stepped()
-                if method is not None:
-                    method()
-
-            self._step_hook = optimizer.register_step_post_hook(after)
-            weakref.finalize(self, self._step_hook.remove)
+            _tell_of_steps(optimizer, self)
 
     # ---- the with block
 
@@ -290,17 +306,25 @@ class ActivationCompressor:
                 layer.gradient = bounds.KEPT * layer.gradient + (1 - bounds.KEPT) * size if layer.gradient else size
 
     def _bound(self, layer: Layer, flat: Tensor) -> float:
-        """The bound for a tensor that this layer saves."""
+        """The bound for a tensor that this layer saves.
+
+        Layers with a theory save one, their input, whose size is measured now and then. What others save may be of any
+        size, so each tensor is measured.
+        """
         if isinstance(self.error_bound, (int, float)) and not self.relative:
             return float(self.error_bound)
-        if not layer.scale or self._is_new_scale():
-            with torch.no_grad():
-                scale = float(torch.linalg.vector_norm(flat.float())) / math.sqrt(flat.numel())
-            layer.scale = scale if math.isfinite(scale) else layer.scale
-        if isinstance(self.error_bound, (int, float)):
-            bound = self.error_bound * layer.scale
+        if not layer.has_theory:
+            scale = _rms(flat)
+            share = self.error_bound if isinstance(self.error_bound, (int, float)) else bounds.OTHER
+            bound = share * scale if math.isfinite(scale) else 0.0
         else:
-            bound = layer.default if layer.bound is None else layer.bound
+            if not layer.scale or self._is_new_scale():
+                scale = _rms(flat)
+                layer.scale = scale if math.isfinite(scale) else layer.scale
+            if isinstance(self.error_bound, (int, float)):
+                bound = self.error_bound * layer.scale
+            else:
+                bound = layer.default if layer.bound is None else layer.bound
         for name in layer.partners:
             other = self._by_name[name].bound
             if other is not None:
@@ -343,7 +367,7 @@ class ActivationCompressor:
         flat = flat_view(data)
         if flat is None:
             return self._keep(layer, data, storage)
-        need = self._need(layer, tensor, data)
+        need = _need(layer, tensor)
         parts = prediction.arguments(tensor) if need == MASK and not data.is_cuda else []
         key: tuple[Any, ...] = (storage._cdata, data._version, data.storage_offset(), size, data.dtype)
         if flat.untyped_storage()._cdata != storage._cdata:
@@ -358,7 +382,7 @@ class ActivationCompressor:
                 found = self._entries[key] = Entry(layer.name, data, storage)
             if need == VALUES and found.need < VALUES and layer is self._rest and 3 <= data.dim() <= 4:
                 found.wait(flat)
-                state.postponed = (found, flat)
+                state.postponed = (found, flat, _moment())
             elif not self._wait(found, layer, flat):
                 self._provide(found, layer, need, flat)
             if need == MASK and not data.is_cuda:
@@ -367,17 +391,6 @@ class ActivationCompressor:
                 state.norm.saves(found, data)
             found.n_uses += 1
         return self._handle(layer, found, data, start)
-
-    def _need(self, layer: Layer, tensor: Tensor, data: Tensor) -> int:
-        """What backward will ask of the tensor: values, the mask of a ReLU, or nothing but its shape."""
-        function = tensor.grad_fn
-        if function is not None and function.name() == "ReluBackward0":
-            key = (data.untyped_storage()._cdata, data._version, data.storage_offset(), data.numel(), data.dtype)
-            if key not in self._entries:
-                return MASK  # a ReLU saves its result before anyone else can
-        if type(layer.module) in _POOLS:
-            return SHAPE
-        return VALUES
 
     def _provide(self, entry: Entry, layer: Layer, need: int, flat: Tensor) -> None:
         """Make the entry hold what is needed; masks wait for the next tensor, as values of the same one may be next."""
@@ -463,8 +476,8 @@ class ActivationCompressor:
         """Outside of modules, what saved the tensor before shows only now: `F.max_pool2d` saves its indices next."""
         postponed, self._pass.postponed = self._pass.postponed, None
         if postponed is not None:
-            entry, flat = postponed
-            if is_pooling:
+            entry, flat, moment = postponed
+            if is_pooling and moment == _moment():
                 entry.need = max(entry.need, SHAPE)
                 self._pass.pending = entry
                 self._settle()
@@ -632,6 +645,30 @@ class _Counts:
             self.last = {name: (saved, stored) for name, (saved, stored) in totals.items()}
             self.bounds, self.off_bounds, self.predicted = bounds, off_bounds, predicted
             self.n_passes += 1
+
+
+def _rms(flat: Tensor) -> float:
+    """Root mean square."""
+    with torch.no_grad():
+        return float(torch.linalg.vector_norm(flat.float())) / math.sqrt(flat.numel())
+
+
+def _moment() -> int:
+    """How many nodes of graphs this thread has made: what one operation saves, it saves at the same moment."""
+    return torch.autograd._get_sequence_nr()
+
+
+def _need(layer: Layer, tensor: Tensor) -> int:
+    """What backward will ask of the tensor: values, the mask of a ReLU, or nothing but its shape.
+
+    A mask only for the ReLU itself. Others that save its result need values, and may come first: the ReLU may have run
+    outside of the `with` block or in a checkpointed region, or it is backward that saves again for another one.
+    """
+    node: Any = tensor.grad_fn
+    if node is not None and node.name() == "ReluBackward0" and node._sequence_nr() == _moment() - 1:
+        if node._saved_result is None:  # numbers are a thread's own; this is what the ReLU saves just now
+            return MASK
+    return SHAPE if type(layer.module) in _POOLS else VALUES
 
 
 def _off(gradient: Tensor, norm: prediction.Norm, inverse: Tensor) -> bounds.Off:

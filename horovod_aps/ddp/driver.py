@@ -142,6 +142,7 @@ class Driver:
             if step is None:
                 return
             self._end_step(step)
+            del step  # with DDP's buckets, while it waits for the next one
 
     def _end_step(self, step: Step) -> None:
         """Take a step to its end."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from horovod_aps import cleanup
 from horovod_aps.ddp.driver import Driver, Part, Place, Step
 from horovod_aps.ddp.names import Names, models_with
 from horovod_aps.engine.exchange import Exchange
@@ -100,7 +100,9 @@ class PackedState(BaseCompressor):
             self._names = Names.of_model(models[-1]) if models else Names(())
         found = self._process_group or (models[-1].process_group if models else dist.group.WORLD)
         if found is not self._group:
-            self._group, self._drivers = found, {}
+            self._group = found
+            _end(self._drivers)
+            self._drivers.clear()
             self._retire_all()
 
     def hand_in(self, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -140,8 +142,9 @@ class PackedState(BaseCompressor):
         )
         members = join(exchange, self._group, device, self._options.why_flat)
         self._keep(ReducerKey(0, str(device), members), exchange)
+        if not self._drivers:
+            cleanup.after(self, partial(_end, self._drivers))
         driver = self._drivers[device] = Driver(exchange, place)
-        weakref.finalize(self, driver.end)
         return driver
 
 
@@ -150,6 +153,8 @@ class APSState(ByBits, PackedState):
 
     All that is said of `PackedState` holds.
     """
+
+    _who = "APSState"
 
     def __init__(
         self,
@@ -172,6 +177,11 @@ class APSState(ByBits, PackedState):
         self._check_transport(options)
         ByBits.__init__(self, e, m, **options)
         self._give(process_group, named_parameters)
+
+
+def _end(drivers: dict[torch.device, Driver]) -> None:
+    for driver in list(drivers.values()):
+        driver.end()
 
 
 def _places(bucket: dist.GradBucket) -> list[tuple[tuple[int, ...], int]]:

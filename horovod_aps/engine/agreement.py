@@ -23,6 +23,7 @@ from horovod_aps.options import Options
 
 LAYER_KEYS = {"shape", "dtype", "format", "specials", "group_size"}
 MAX_NAMED = 4  # tensors in one message
+REFUSED = "\0refused "  # before what a rank says instead of the name of a tensor that it cannot hand in
 MAX_PROPOSAL = 1 << 28  # bytes; half a million layers need less
 
 
@@ -31,7 +32,7 @@ def spec_of(layer: Layer, options: Options, warm: bool) -> LayerSpec:
     shape = tuple(layer.shape)
     fmt = FLOAT32 if warm else options.format_for(layer.shown, math.prod(shape)).for_shape(shape)
     draws = options.is_stochastic(fmt)
-    return LayerSpec(layer.name, shape, layer.dtype, fmt, layer.label, layer.group_size, draws)
+    return LayerSpec(layer.name, shape, layer.dtype_code, fmt, layer.label, layer.group_size, draws)
 
 
 def _plain(spec: LayerSpec) -> dict[str, Any]:
@@ -135,6 +136,10 @@ def settle(proposals: Sequence[Proposal]) -> list[str]:
     same, or if all wait for something that not all hold.
     """
     first = proposals[0]
+    for rank, other in enumerate(proposals):
+        for name in other.layers:
+            if name.startswith(REFUSED):
+                raise ValueError(f"APSCompressor: rank {rank} refuses its arguments: {name.removeprefix(REFUSED)}")
     for rank, other in enumerate(proposals):
         if other is not first and (difference := _difference(first, other, rank)):
             raise ValueError(f"APSCompressor: {difference}")

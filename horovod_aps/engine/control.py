@@ -12,12 +12,13 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
-from horovod_aps.errors import not_ours
+from horovod_aps.errors import cannot_go_on, not_ours
 
-HEADER, TALK, CHOICE, NUDGE = 1, 2, 3, 4
+HEADER, TALK, CHOICE, NUDGE, FAILURE = 1, 2, 3, 4, 5
 _FRONT = struct.Struct("<BxxxIII")  # what it is, epoch, round, ticket of the rank that speaks
 _IDENTITY = struct.Struct("<16s8sI")  # digest of the plan, digest of the factors, bucket
 
@@ -36,8 +37,10 @@ class Header:
 
 
 def factors_digest(factors: Sequence[float]) -> bytes:
-    """Eight bytes that stand for the scale factors of a bucket's layers."""
-    return hashlib.sha256(struct.pack(f"<{len(factors)}d", *factors)).digest()[:8]
+    """Eight bytes that stand for the scale factors of a bucket's layers, which mostly are all the same."""
+    content = struct.pack(f"<{len(factors)}d", *factors)
+    same = content[:8]
+    return same if content == same * len(factors) else hashlib.sha256(content).digest()[:8]
 
 
 def shared_exponents(bodies: Sequence[bytes]) -> np.ndarray | None:
@@ -45,7 +48,7 @@ def shared_exponents(bodies: Sequence[bytes]) -> np.ndarray | None:
     front, length = bodies[0][: _IDENTITY.size], len(bodies[0])
     if any(body[: _IDENTITY.size] != front or len(body) != length for body in bodies):
         return None
-    return np.max([np.frombuffer(body, "<i4", offset=_IDENTITY.size) for body in bodies], axis=0)
+    return reduce(np.maximum, [np.frombuffer(body, "<i4", offset=_IDENTITY.size) for body in bodies])
 
 
 class Rounds:
@@ -79,11 +82,20 @@ class Rounds:
         """A message outside of all rounds: this rank waits for the others to open their ticket of this number."""
         return _FRONT.pack(NUDGE, 0, 0, ticket)
 
+    def failure(self, why: str) -> bytes:
+        """A message outside of all rounds: this rank cannot go on."""
+        return _FRONT.pack(FAILURE, 0, 0, 0) + why.encode()
+
     def hear(self, rank: int, message: bytes) -> int:
-        """Note what another rank has said; the number of its newest ticket, ValueError if no rank says so."""
+        """Note what another rank has said; the number of its newest ticket.
+
+        ValueError if no rank says so, LostPeer if that rank cannot go on.
+        """
         if len(message) < _FRONT.size:
             raise not_ours(rank, len(message))
         kind, epoch, number, ticket = _FRONT.unpack_from(message)
+        if kind == FAILURE:
+            raise cannot_go_on(f"rank {rank}", message[_FRONT.size :])
         if kind != NUDGE and epoch >= self.epoch:  # what was said before an epoch ended is void
             self._heard.setdefault((epoch, number), {})[rank] = (kind, message[_FRONT.size :])
         return int(ticket)

@@ -24,7 +24,7 @@ from horovod_aps import timeline
 from horovod_aps.engine import agreement, progress
 from horovod_aps.engine.auto import AutoChooser, format_table
 from horovod_aps.engine.control import CHOICE, HEADER, TALK, Header, Rounds, factors_digest, shared_exponents
-from horovod_aps.engine.feedback import Residuals
+from horovod_aps.engine.feedback import Lender, Residuals
 from horovod_aps.engine.flight import Flight, Job, Plan
 from horovod_aps.engine.layer import Layer
 from horovod_aps.engine.layout import LayerSpec
@@ -32,17 +32,19 @@ from horovod_aps.engine.pool import Lease, Pool
 from horovod_aps.engine.reductions import ChooseReduction
 from horovod_aps.engine.reductions.base import N_TAGS, Reduction, Work
 from horovod_aps.engine.statistics import Statistics
-from horovod_aps.errors import LostPeer, named
+from horovod_aps.errors import LostPeer, cannot_go_on, named
 from horovod_aps.kernels import EXP_ZERO
 from horovod_aps.log import logger, trace
 from horovod_aps.options import Options
 from horovod_aps.transports.base import Transport
+from horovod_aps.transports.hosts import Hosts
 from horovod_aps.transports.memory import Room
 
 MAX_PLANS = 64  # batches remembered; an older one is talked about anew when it comes back
 LOOK_SECONDS = 500e-6  # between looks from within backward
 MAX_FLYING = 256  # buckets on their way at the same time; looking at all of them takes time
 MAX_SERIAL = 4096  # after so many buckets tags are used again
+N_CORES = os.cpu_count() or 1  # asking takes longer than many a kernel
 _NONE = np.zeros(0, np.int32)
 
 
@@ -91,19 +93,22 @@ class Exchange:
         """Whether `progress` knows that it holds something."""
         self.self_driven = False
         """Whether its frontend moves it on, in a thread of its own, and nobody else may."""
+        self.on_break: Callable[[str], None] | None = None
+        """If set, called with the reason when this rank cannot go on; for one of several that share a transport."""
         self._is_auto = options.overrides == "auto"
         self._chooser = AutoChooser(options) if self._is_auto else None
         self._residuals = Residuals(kernels)
         self._pool = Pool(kernels.alloc)
         self._lock = threading.RLock()
         self._next_look = 0.0
-        self._loaded: dict[str, Any] | None = None
+        self._loaded: tuple[dict[str, Any], Lender | None] | None = None
         self._submitted: deque[Layer] = deque()  # handed in, perhaps by another thread, and not looked at
         self._new: set[str] = set()  # their names
         self._plans: OrderedDict[str, Plan] = OrderedDict()
         self._start_over()
         self._serial = 0  # of the next bucket that is agreed on
         self._nudged = 0  # the ticket that others wait for
+        self._broken = ""  # why it cannot go on with these ranks
         self.n_talks = 0
         self.tickets: Tickets | None = None
         """Where the frontend asks other ranks to come, if it does."""
@@ -115,7 +120,7 @@ class Exchange:
 
     def _start_over(self) -> None:
         """Know nothing of other ranks, and hold nothing."""
-        self._pending: OrderedDict[str, Layer] = OrderedDict()  # handed in and not agreed on
+        self._pending: dict[str, Layer] = {}  # handed in and not agreed on
         self._plan_of: dict[str, Plan] = {}  # of the batch that a layer was last seen in
         self._plans.clear()
         self._flight: Flight | None = None
@@ -136,22 +141,35 @@ class Exchange:
             self.network, self.transport = transport, self.kernels.reach(transport)
             self._rounds = Rounds(transport.rank, transport.size)
             self._serial = self._nudged = 0
+            self._broken = ""
 
     @property
     def is_idle(self) -> bool:
         """Whether it holds nothing."""
-        return not (self._pending or self._jobs or self._submitted or self._flight)
+        # In this order, that of their way: another thread may move them on meanwhile.
+        return not (self._submitted or self._pending or self._flight or self._jobs)
+
+    @property
+    def _hosts(self) -> Hosts | None:
+        """Who shares a host, once that is known."""
+        return None if self.transport is None else self.transport.hosts
 
     @property
     def is_crowded(self) -> bool:
         """Whether the ranks of this host, with Horovod's threads, outnumber its cores."""
-        hosts = None if self.transport is None else self.transport.hosts
-        return hosts is not None and 2 * len(hosts.ranks[hosts.host]) > (os.cpu_count() or 1)
+        hosts = self._hosts
+        return hosts is not None and 2 * len(hosts.ranks[hosts.host]) > N_CORES
+
+    @property
+    def is_near(self) -> bool:
+        """Whether all ranks are on this host, which has a core for each: answers come within microseconds."""
+        hosts = self._hosts
+        return hosts is not None and len(hosts.ranks) == 1 and len(hosts.ranks[0]) <= N_CORES
 
     @property
     def room(self) -> Room | None:
         """The memory that the ranks of this host share, if they do."""
-        hosts = None if self.transport is None else self.transport.hosts
+        hosts = self._hosts
         return None if hosts is None else hosts.room
 
     @property
@@ -175,6 +193,9 @@ class Exchange:
     def close(self) -> None:
         """Nobody will use it again."""
         progress.remove(self)
+        with self._lock, self.context():  # in a thread that has used no device yet, CuPy would go back to the first
+            self._drop_jobs()
+            self._jobs, self._flight = [], None
         if self.transport is not None:
             self.transport.close()
 
@@ -182,40 +203,60 @@ class Exchange:
 
     def submit(self, *layers: Layer) -> None:
         """Hand in gradients; full buckets of a known batch start on their way soon. Never blocks."""
+        new, pending = self._new, self._pending
         for layer in layers:
-            if layer.name in self._new or layer.name in self._pending:
+            name = layer.name
+            if name in new or name in pending:
+                new.difference_update(one.name for one in layers[: layers.index(layer)])  # all of a group, or nothing
                 raise _twice(layer)
-            self._new.add(layer.name)
-        self._submitted.extend(layers)
+            new.add(name)
+        self._submitted += layers
         if self.self_driven:
             return
-        if time.perf_counter() >= self._next_look and self._lock.acquire(blocking=False):
-            try:
-                self._take_in()
-                if self.transport is not None and (self._flight is not None or self._jobs):
-                    self._advance()
-            finally:
-                self._next_look = time.perf_counter() + LOOK_SECONDS
-                self._lock.release()
+        if time.perf_counter() >= self._next_look:
+            self._look_in_passing()
         if not self.is_active:
             progress.add(self)
 
+    def _look_in_passing(self) -> None:
+        """Move on what is on its way, unless another thread does."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._jobs or self._flight is None or self._flight.may_start(len(self._submitted)):
+                self._take_in()
+                if self._jobs or (self._flight is not None and self._flight.may_start(0)):
+                    try:
+                        self._advance()
+                    except Exception as error:  # whoever waits for results gets it, at the same place on all ranks
+                        self._fail(error)
+        finally:
+            self._next_look = time.perf_counter() + LOOK_SECONDS
+            self._lock.release()
+
     def _take_in(self) -> None:
         """Note what was handed in."""
-        pending, taken = self._pending, []
-        try:
-            while self._submitted:
-                layer = self._submitted.popleft()
-                self._new.discard(layer.name)
-                if layer.name in pending:
-                    raise _twice(layer)
-                pending[layer.name] = layer
-                taken.append(layer)
-        finally:
-            if self._flight is not None:
-                self._flight.arrive(taken)
-            elif taken:
-                self._guess()
+        submitted, pending = self._submitted, self._pending
+        if not submitted:
+            return
+        taken = list(submitted)
+        n, named = len(taken), {layer.name: layer for layer in taken}
+        self._new.difference_update(named)
+        twice = None
+        if len(named) < len(taken) or not pending.keys().isdisjoint(named):  # by threads that do not see each other
+            refused = [layer for layer in taken if layer.name in pending or named[layer.name] is not layer]
+            taken = [layer for layer in taken if layer not in refused]
+            named = {layer.name: layer for layer in taken}
+            twice = [_twice(layer) for layer in refused][0]
+        pending.update(named)
+        for _ in range(n):  # not before they are pending: `is_idle` must find them here or there
+            submitted.popleft()
+        if self._flight is not None:
+            self._flight.arrive(taken)
+        elif taken:
+            self._guess()
+        if twice is not None:
+            raise twice
 
     def _guess(self) -> None:
         """Begin the batch that the first pending layer was last seen in."""
@@ -363,29 +404,32 @@ class Exchange:
                 "state_dict() after optimizer.step()"
             )
         measured = None if self._chooser is None else self._chooser.state()
+        with self.context():
+            residuals = self._residuals.state()
         return {
             "step_number": self.step_number,
-            "residuals": self._residuals.state(),
+            "residuals": residuals,
             "overrides": self.chosen,
             "auto": measured,
         }
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any], lender: Lender | None = None) -> None:
         """Go on from a `state()`; what is on its way finishes first.
 
-        Formats that "auto" had chosen are for "auto" only, the user's own come first.
+        Formats that "auto" had chosen are for "auto" only, the user's own come first. Residuals that the state lacks
+        are asked of the lender when their layers come.
         """
-        with self._lock:
-            self._loaded = state
+        with self._lock, self.context():
+            self._loaded = state, lender
             if not (self._pending or self._jobs or self._submitted):
                 self._load_now()
 
     def _load_now(self) -> None:
-        state, self._loaded = self._loaded, None
-        if state is None:
+        if self._loaded is None:
             return
+        (state, lender), self._loaded = self._loaded, None
         self.step_number = state["step_number"]
-        self._residuals.load(state["residuals"])
+        self._residuals.load(state["residuals"], lender)
         if self._is_auto and state["overrides"] is not None:
             self.options = self.options.replace(overrides=state["overrides"])
             self._chooser = None
@@ -394,7 +438,7 @@ class Exchange:
 
     def forget(self) -> None:
         """Drop everything that was learned from the present ranks, for a changed world."""
-        with self._lock:
+        with self._lock, self.context():
             self._submitted.clear()
             self._new.clear()
             for layer in self._pending.values():
@@ -402,6 +446,7 @@ class Exchange:
             self._drop_jobs()
             self._start_over()
             progress.remove(self)
+            self._load_now()
 
     def _drop_jobs(self) -> None:
         """Keep the memory of what is on its way for good: the network may still write into it."""
@@ -409,14 +454,31 @@ class Exchange:
         if self._flight is not None:
             works += self._flight.works[self._flight.n_agreed :]
         if works:
-            self.kernels.drain()
-            _abandoned.append(works)
+            self._quiet()
+            _abandoned.extend(job.memory for job in self._jobs)
             for work in works:
                 for layer in work.layers:
                     self._residuals.drop(layer)
 
+    def _give_up(self, job: Job, error: BaseException) -> None:
+        """A bucket on its way has failed; its memory is kept, too."""
+        self._quiet()
+        self._jobs.remove(job)
+        _abandoned.append(job.memory)
+        for layer in job.work.layers:
+            layer.error = error
+            self._residuals.drop(layer)
+
+    def _quiet(self) -> None:
+        """Have no kernel work on residuals that are dropped; what has gone wrong on a device is known already."""
+        try:
+            self.kernels.drain()
+        except Exception as error:
+            logger.debug("waiting for kernels after an error: %s", error)
+
     def _fail(self, error: BaseException) -> None:
         """Everything that was handed in and not agreed on has failed; the next batch starts afresh on all ranks."""
+        self._quiet()
         for layer in self._pending.values():
             layer.error = error
             self._residuals.drop(layer)
@@ -427,6 +489,7 @@ class Exchange:
                     layer.error = error
             self._drop_jobs()
             self._jobs, self._flight = [], None
+            progress.remove(self)
         self._end_flight()
         self._must_talk = self._talking = self._choosing = False
         self._talked = set()
@@ -441,11 +504,36 @@ class Exchange:
         return self.gate is None
 
     def _advance(self) -> bool:
-        """Listen, conclude, start buckets that may start, and move on those on their way; True if anything moved."""
+        """Move on all that can; True if anything moved."""
+        if self._broken:
+            raise LostPeer(self._broken)
         self._gate_is_open()  # may connect us
-        transport = self.transport
-        if transport is None or not transport.ready():
+        if self.transport is None or not self.transport.ready():
             return False
+        try:
+            return self._go_on(self.transport)
+        except LostPeer:
+            raise
+        except BaseException as error:
+            self._break(error)
+            raise
+
+    def _break(self, error: BaseException) -> None:
+        """This rank cannot go on, and nobody without it: messages of buckets on their way would meet later ones."""
+        assert self.transport is not None
+        why = f"{type(error).__name__}: {error}"
+        failure = cannot_go_on("this rank", why.encode())
+        self._broken = str(failure)
+        try:
+            self.transport.post(self._rounds.failure(why))
+            if self.on_break is not None:
+                self.on_break(why)
+        except Exception as second:
+            logger.debug("telling others of an error: %s", second)
+        self._fail(failure)
+
+    def _go_on(self, transport: Transport) -> bool:
+        """Listen, conclude, start buckets that may start, and move on those on their way; True if anything moved."""
         moved = self._launch_full()  # headers first: they would wait behind the data of buckets that are agreed on
         self.listen()
         while (said := self._rounds.conclude()) is not None:
@@ -454,10 +542,17 @@ class Exchange:
             except ValueError as error:
                 self._fail(named(error, self.options.who))
             moved = True
-        if (left := transport.gone()) and (gone := self._rounds.missing() & left):
+        left = set(transport.gone())  # before flags are looked at: a rank sets its own before it leaves
+        if left and (gone := self._rounds.missing() & left):
             raise LostPeer(f"rank {min(gone)} has ended while this rank waits for it")
         for job in self._jobs:
-            moved |= job.step()
+            try:
+                moved |= job.step()
+            except BaseException as error:
+                self._give_up(job, error)
+                raise
+            if left and (gone := left & job.behind(transport.hosts)):
+                raise LostPeer(f"rank {min(gone)} has ended while this rank waits for it")
         if moved:
             self._end_jobs()
         return moved
@@ -466,7 +561,11 @@ class Exchange:
         """Take in what others have said, and answer nudges; launches nothing."""
         assert self.transport is not None
         for rank, message in self.transport.heard():
-            self._nudged = max(self._nudged, self._rounds.hear(rank, message))
+            try:
+                self._nudged = max(self._nudged, self._rounds.hear(rank, message))
+            except LostPeer as error:
+                self._broken = str(error)
+                raise
         if self.tickets is not None:
             if self._pending and self._nudged:
                 # A rank that holds tensors will be there; its program may wait for what the other has not begun. Before
@@ -502,9 +601,12 @@ class Exchange:
         flight, self._flight = self._flight, None
         if flight is None:
             return
-        for work in flight.works[flight.n_agreed :]:
+        given_up = flight.works[flight.n_agreed :]
+        if not all([work.scanned.done() for work in given_up]):
+            self.kernels.drain()  # nothing writes any more into memory that others get now
+        for work in given_up:
             work.lease.end()
-        for name in flight.plan.make_up:  # the guess was wrong
+        for name in flight.plan.places:  # the guess was wrong
             if self._plan_of.get(name) is flight.plan:
                 del self._plan_of[name]
 
@@ -530,7 +632,7 @@ class Exchange:
     def _board(self) -> bool:
         """Start the flight of all that is pending, if that is a batch that ranks have seen before."""
         plan = self._plan_with(next(iter(self._pending)))
-        if plan is None or plan.make_up.keys() != self._pending.keys():
+        if plan is None or plan.places.keys() != self._pending.keys():
             plan = self._plans.get(agreement.describe(self._specs(self._pending.values()), self.options))
         if plan is None:
             return False
@@ -692,9 +794,8 @@ class Exchange:
             index, work = flight.n_said, flight.works[flight.n_said]
             exponents = _NONE
             if flight.plan.reductions[index].needs_exponents:
-                exponents = np.full(len(work.layers), EXP_ZERO, np.int32)
-                np.maximum.at(exponents, work.bucket.layer_of_segment, work.table["exponent"])
-            factors = factors_digest([layer.factor for layer in work.layers])
+                exponents = work.bucket.largest_by_layer(work.table["exponent"], EXP_ZERO)
+            factors = factors_digest(work.factors)
             header = Header(flight.plan.digest, factors, index, exponents).encode()
             work.phase("APS_EXPONENTS", len(header) * (self.transport.size - 1))
             flight.n_said += 1
@@ -712,8 +813,11 @@ class Exchange:
             work.scale(shared, self.transport.size)
         work.tag = N_TAGS * self._serial
         self._serial = (self._serial + 1) % MAX_SERIAL
-        for layer in work.layers:
-            del self._pending[layer.name]
+        if len(work.layers) == len(self._pending):
+            self._pending.clear()
+        else:
+            for layer in work.layers:
+                del self._pending[layer.name]
         self._count_bytes(reduction, len(work.layers), flight.plan.n_elements_of[flight.n_agreed])
         flight.n_agreed += 1
         self._jobs.append(Job(work, reduction.run(work)))
@@ -776,6 +880,7 @@ def local_allreduce(
     if exchanges is None:
         exchanges = [Exchange(kernels, transport, options) for transport in LocalTransport.world(len(per_rank))]
     for exchange, layers in zip(exchanges, per_rank):
+        exchange.self_driven = True  # they share kernels, which only one thread at a time may use
         for layer in layers:
             layer.done = layer.folded = False
             exchange.submit(layer)

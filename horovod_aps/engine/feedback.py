@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,16 +21,23 @@ from horovod_aps.engine.layer import Layer
 _PART = re.compile(r"(.*)\[(\d+):(\d+)\]", re.DOTALL)
 
 
+Lender = Callable[[set[str]], dict[str, np.ndarray]]
+"""Gives away the residuals of layers, by their names, whole or in pieces."""
+
+
 class Residuals:
     """The residuals of all layers, by name."""
 
     def __init__(self, kernels: Any) -> None:
         self._kernels = kernels
         self.arrays: dict[str, Any] = {}
+        self.lender: Lender | None = None
+        """Where residuals may be that a layer has from an earlier run."""
 
     def fold(self, layers: list[Layer], table: np.ndarray, layer_of_segment: np.ndarray) -> list[Any]:
         """Add gradients to residuals and aim `table` at them; returns the arrays, which must live as long as it."""
         arrays = []
+        self._borrow({layer.name for layer in layers if layer.name not in self.arrays})
         for layer in layers:
             n_elements = math.prod(layer.shape)
             kept = self.arrays.get(layer.name)
@@ -69,6 +77,7 @@ class Residuals:
 
     def _cut_anew(self, names: set[str], parts: list[tuple[str, str, tuple[int, int]]]) -> None:
         """Make the residuals of parts, with what there is of them in other parts; those are dropped."""
+        self._borrow(names - self.arrays.keys() - {layer_of(key) for key in self.arrays})
         old = [
             (found[1], int(found[2]), int(found[3]), self.arrays.pop(key))
             for key in list(self.arrays)
@@ -82,17 +91,29 @@ class Residuals:
                     values[low - first : high - first] = self._kernels.to_host(kept)[low - start : high - start]
             self.arrays[key] = self._kernels.from_host(values)
 
+    def _borrow(self, names: set[str]) -> None:
+        """Have what others have kept of these layers."""
+        if names and self.lender is not None:
+            for name, values in self.lender(names).items():
+                self.arrays[name] = self._kernels.from_host(values)
+
     def drop(self, layer: Layer) -> None:
         """Forget a residual that holds a gradient which was never sent."""
         if layer.folded:
-            self.arrays.pop(layer.name, None)
-            for key in [key for key in self.arrays if (found := _PART.fullmatch(key)) and found[1] == layer.name]:
+            for key in [key for key in self.arrays if layer.name in (key, layer_of(key))]:
                 del self.arrays[key]
 
     def state(self) -> dict[str, np.ndarray]:
         """Copies on the host."""
         return {name: np.array(self._kernels.to_host(kept)) for name, kept in self.arrays.items()}
 
-    def load(self, state: dict[str, np.ndarray]) -> None:
+    def load(self, state: dict[str, np.ndarray], lender: Lender | None = None) -> None:
         """Replace all residuals; buckets on their way keep the arrays that they work with."""
+        self.lender = lender
         self.arrays = {name: self._kernels.from_host(values) for name, values in state.items()}
+
+
+def layer_of(residual: str) -> str:
+    """The layer that a residual, whole or a part, is of."""
+    found = _PART.fullmatch(residual)
+    return found[1] if found else residual

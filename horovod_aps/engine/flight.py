@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from horovod_aps.engine import agreement
 from horovod_aps.engine.layer import Layer
 from horovod_aps.engine.layout import LayerSpec
 from horovod_aps.engine.reductions import ChooseReduction, plan_reductions
 from horovod_aps.engine.reductions.base import Steps, Work
+from horovod_aps.kernels import DONE
 from horovod_aps.options import Options
 from horovod_aps.transports.base import Request, Transport
+from horovod_aps.transports.hosts import Hosts
 from horovod_aps.transports.memory import Until
+
+_NOWHERE = (None, 0, 0)
 
 
 class Plan:
@@ -29,12 +34,15 @@ class Plan:
     ) -> None:
         self.specs = list(specs)
         self.options, self.warm = options, warm
-        self.make_up = {spec.name: (spec.shape, spec.dtype) for spec in self.specs}
         self.digest = agreement.digest(description)
         self.buckets, self.reductions = plan_reductions(self.specs, options.bucket_mb, transport, choose_reduction)
         self.specs_of = [[self.specs[layer] for layer in bucket.layers] for bucket in self.buckets]
+        self.names_of = [[spec.name for spec in specs] for specs in self.specs_of]
         self.n_elements_of = [sum(spec.n_elements for spec in specs) for specs in self.specs_of]
-        self.bucket_of = {self.specs[layer].name: i for i, b in enumerate(self.buckets) for layer in b.layers}
+        self.places = {
+            spec.name: (spec.shape, spec.dtype, bucket) for bucket, specs in enumerate(self.specs_of) for spec in specs
+        }
+        """Of all layers by name: shape, dtype, and number of the bucket."""
 
 
 class Job:
@@ -42,7 +50,7 @@ class Job:
 
     def __init__(self, work: Work, steps: Steps) -> None:
         self.work, self._steps = work, steps
-        self._request: Request | None = next(steps, None)
+        self._request: Request | None = DONE
 
     @property
     def finished(self) -> bool:
@@ -52,6 +60,17 @@ class Job:
     def waits_nearby(self) -> bool:
         """Whether it waits for ranks of this host, and not for the network."""
         return isinstance(self._request, Until)
+
+    @property
+    def memory(self) -> Any:
+        """All that the network may still write into or read from, if it is given up and kernels are quiet."""
+        return self.work.lease.buffers, getattr(self._request, "memory", self._request)
+
+    def behind(self, hosts: Hosts | None) -> set[int]:
+        """The ranks of this host that it waits for."""
+        if hosts is None or not isinstance(self._request, Until):
+            return set()
+        return {hosts.ranks[hosts.host][place] for place in self._request.behind()}
 
     def step(self) -> bool:
         """Advance as far as possible; True if anything moved."""
@@ -86,12 +105,17 @@ class Flight:
 
     def arrive(self, layers: Iterable[Layer]) -> None:
         """Note the layers that are as planned."""
-        make_up, bucket_of, there, missing = self.plan.make_up, self.plan.bucket_of, self.layers, self.missing
+        places, there, missing = self.plan.places, self.layers, self.missing
         for layer in layers:
             name = layer.name
-            if make_up.get(name) == (layer.shape, layer.dtype) and name not in there:
+            shape, dtype, bucket = places.get(name, _NOWHERE)
+            if shape == layer.shape and dtype == layer.dtype_code and name not in there:
                 there[name] = layer
-                missing[bucket_of[name]] -= 1
+                missing[bucket] -= 1
+
+    def may_start(self, n_more: int) -> bool:
+        """Whether there is anything to do for it with so many more layers."""
+        return len(self.works) > 0 or n_more >= next(iter(self.missing), 0)
 
     @property
     def next_is_full(self) -> bool:
@@ -116,4 +140,4 @@ class Flight:
 
     def layers_of(self, index: int) -> list[Layer]:
         """The layers of one bucket, in its order."""
-        return [self.layers[self.plan.specs[i].name] for i in self.plan.buckets[index].layers]
+        return list(map(self.layers.__getitem__, self.plan.names_of[index]))

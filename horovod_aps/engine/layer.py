@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Layer:
     """One gradient handed to an exchange: where it is, and where its result goes."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: int
+    dtype_code: int
     source: int
     target: int
     factor: float

@@ -66,6 +66,23 @@ class BucketLayout:
         return len(self.shard_bytes) - 1
 
     @cached_property
+    def is_uncut(self) -> bool:
+        """Whether every layer is one segment."""
+        return np.array_equal(self.layer_of_segment, np.arange(len(self.layers)))
+
+    def by_segment(self, by_layer: np.ndarray) -> np.ndarray:
+        """What each segment has of its layer."""
+        return by_layer if self.is_uncut else by_layer[self.layer_of_segment]
+
+    def largest_by_layer(self, by_segment: np.ndarray, least: int) -> np.ndarray:
+        """The largest value among the segments of each layer, and `least` for one without."""
+        if self.is_uncut:
+            return by_segment.copy()
+        found = np.full(len(self.layers), least, by_segment.dtype)
+        np.maximum.at(found, self.layer_of_segment, by_segment)
+        return found
+
+    @cached_property
     def byte_of_segment(self) -> np.ndarray:
         """Where in its layer a segment starts."""
         return (self.segments["first"] * np.array(ITEM_SIZES)[self.segments["dtype"]]).astype(np.uint64)

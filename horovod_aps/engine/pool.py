@@ -72,6 +72,11 @@ class Lease:
         self._pool = pool
         self._buffers: list[tuple[np.ndarray, int]] = []
 
+    @property
+    def buffers(self) -> list[np.ndarray]:
+        """All that has been taken."""
+        return [buffer for buffer, _ in self._buffers]
+
     def take(self, n_bytes: int) -> np.ndarray:
         """An array of `n_bytes` bytes with any content."""
         buffer = self._pool._take(n_bytes)

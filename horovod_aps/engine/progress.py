@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 50e-6  # between looks at the network while there is nothing else to do
 CROWDED_POLL_SECONDS = 1e-3  # the same where ranks have to share cores, which every look takes from others
-LOOKS, CROWDED_LOOKS = 20, 20  # before one sleeps
+LOOKS = 20  # before one sleeps
+NEAR_LOOKS = 200  # the same where all ranks are on this host, with a core each: a sleep takes longer than an answer
 THREAD_SECONDS = 20e-3  # between looks of the thread; each takes the interpreter from whoever has it
 ALONE_SECONDS = 0.1  # without a look by anyone else, after which the thread looks; sooner, it costs more than it brings
 IMPATIENT_SECONDS = 0.1  # without any movement
@@ -39,7 +40,7 @@ def add(exchange: Exchange) -> None:
         _last_look = time.monotonic()
         if _thread is None or not _thread.is_alive() or _pid != os.getpid():
             _start_thread()
-    _awake.set()
+        _awake.set()
 
 
 def remove(exchange: Exchange) -> None:
@@ -47,8 +48,6 @@ def remove(exchange: Exchange) -> None:
     with _lock:
         _active.pop(id(exchange), None)
         exchange.is_active = False
-        if not _active:
-            _awake.clear()
 
 
 def run(exchange: Exchange, steps: Generator[bool, None, None]) -> None:
@@ -74,7 +73,8 @@ def _run(exchange: Exchange, steps: Generator[bool, None, None]) -> None:
     global _last_look
     idle, since = 0, time.monotonic()
     room = exchange.room
-    poll, patience = (CROWDED_POLL_SECONDS, CROWDED_LOOKS) if exchange.is_crowded else (POLL_SECONDS, LOOKS)
+    poll = CROWDED_POLL_SECONDS if exchange.is_crowded else POLL_SECONDS
+    pause, patience = (os.sched_yield, NEAR_LOOKS) if exchange.is_near else (_nap, LOOKS)
     heard = 0 if room is None else room.heard()
     for moved in steps:
         _last_look = now = time.monotonic()
@@ -82,16 +82,21 @@ def _run(exchange: Exchange, steps: Generator[bool, None, None]) -> None:
             idle, since = 0, now
         else:
             idle += 1
-            # Yield the core at first, in case the answer is near; then sleep, so that the kernels of the other ranks
-            # and Horovod's own thread get the cores.
+            # Pause shortly at first, in case the answer is near; then sleep, so that the kernels of the other ranks and
+            # Horovod's own thread get the cores.
             if idle < patience and not (room is not None and exchange.waits_nearby):
-                time.sleep(0)
+                pause()
             elif room is None:
                 time.sleep(poll)
             else:
                 room.rest(heard, poll)
         if room is not None:
             heard = room.heard()  # before the next look
+
+
+def _nap() -> None:
+    """For as short a time as the system can: some 50 microseconds."""
+    time.sleep(0)
 
 
 def drive_others(exchange: Exchange | None, impatient: bool) -> bool:
@@ -119,5 +124,10 @@ def _look_now_and_then() -> None:
         _awake.wait()
         time.sleep(THREAD_SECONDS)
         now = time.monotonic()
-        if now - _last_look > ALONE_SECONDS and drive_others(None, now - since > IMPATIENT_SECONDS):
+        if now - _last_look < ALONE_SECONDS:
+            continue
+        if drive_others(None, now - since > IMPATIENT_SECONDS):
             since = now
+        with _lock:
+            if not _active:  # a step takes the interpreter less often if the thread is not woken for each
+                _awake.clear()

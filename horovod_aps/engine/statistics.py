@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,12 +108,14 @@ class Statistics:
         self.bytes_fp32 = 0.0
         self._layers: dict[str, LayerStatistics] = {}
         self._counts: dict[int, _Count] = {}  # of buckets that were not measured, latest last
+        self._lock = threading.RLock()  # buckets may come home in another thread than asks for figures
 
     @property
     def layers(self) -> dict[str, LayerStatistics]:
         """The figures of all layers, by what people call them."""
-        self._settle()
-        return self._layers
+        with self._lock:
+            self._settle()
+            return dict(self._layers)
 
     def _settle(self) -> None:
         """Put what was counted bucket by bucket down to its layers."""
@@ -133,13 +136,14 @@ class Statistics:
 
     def count(self, specs: Sequence[LayerSpec], exponents: np.ndarray) -> None:
         """Take in the exponents of one bucket's layers; quick if `specs` is the same list every time."""
-        if len(self._counts) > MAX_COUNTS:
-            self._settle()
-        count = self._counts.pop(id(specs), None) or _Count(specs)
-        count.n += 1
-        count.exponents = exponents
-        count.n_nonfinite += exponents == EXP_NONFINITE
-        self._counts[id(specs)] = count
+        with self._lock:
+            if len(self._counts) > MAX_COUNTS:
+                self._settle()
+            count = self._counts.pop(id(specs), None) or _Count(specs)
+            count.n += 1
+            count.exponents = exponents
+            count.n_nonfinite += exponents == EXP_NONFINITE
+            self._counts[id(specs)] = count
 
     def add_bytes(self, sent: float, fp32: float) -> None:
         """Count what one bucket sent, and what a ring all-reduce of fp32 would have."""

@@ -20,6 +20,7 @@ import numpy as np
 
 from horovod_aps import __version__
 from horovod_aps.engine.agreement import digest_words
+from horovod_aps.engine.feedback import Lender
 from horovod_aps.engine.layer import Layer
 from horovod_aps.engine.statistics import Statistics
 from horovod_aps.kernels import (
@@ -178,8 +179,8 @@ class Carrier:
         """Nothing but the position, from which stochastic rounding goes on."""
         return {"step_number": self.step_number, "residuals": {}, "overrides": None, "auto": None}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a `state()`."""
+    def load_state(self, state: dict[str, Any], lender: Lender | None = None) -> None:
+        """Go on from a `state()`; there are no residuals."""
         self.step_number = state["step_number"]
 
     def close(self) -> None:
@@ -189,7 +190,7 @@ class Carrier:
         """What this rank contributes to the MAX all-reduce for the layers at `sources`."""
         options = self.terms.options
         words = [
-            exponent_word(self.kernels, source, layer.n_elements, layer.dtype, options)
+            exponent_word(self.kernels, source, layer.n_elements, layer.dtype_code, options)
             for layer, source in zip(layers, sources)
         ]
         return words + option_words(options, [layer.factor for layer in layers])
@@ -207,4 +208,4 @@ class Carrier:
             )
 
         n = layer.n_elements
-        fill_carrier(self.kernels, source, n, layer.dtype, values, word, place, options, seed, account)
+        fill_carrier(self.kernels, source, n, layer.dtype_code, values, word, place, options, seed, account)

@@ -10,6 +10,11 @@ OTHER_COMPRESSION = (
     "give all ranks the same compression"
 )
 
+OTHER_ORDER = (
+    "APSCompressor: all ranks wait for each other, in different compressors; these are told apart by the order in "
+    "which they are made, so make the same ones in the same order on all ranks, also where only some use them"
+)
+
 
 def no_answer(seconds: float) -> str:
     """What to say of other ranks that do not come; that they are late is no mistake."""
@@ -31,6 +36,14 @@ def wrong_op(op: int, mpi_ops: Any) -> ValueError:
 def wrong_dtype(dtype: Any) -> TypeError:
     """For a floating-point tensor that no kernel knows."""
     return TypeError(f"APSCompressor: tensors must be float32, float64, float16 or bfloat16, got {dtype}")
+
+
+def wrong_layout(layout: Any) -> TypeError:
+    """For a tensor that is more than its elements."""
+    return TypeError(
+        f"APSCompressor: tensors must be dense (torch.strided), got {layout}; hvd.DistributedOptimizer gathers sparse "
+        f"gradients without compression, or makes them dense with sparse_as_dense=True"
+    )
 
 
 def no_name() -> ValueError:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
+from horovod_aps import cleanup
 from horovod_aps.engine.exchange import Exchange
+from horovod_aps.engine.feedback import Lender
 from horovod_aps.formats import Format, parse
+from horovod_aps.frontends import saved
 from horovod_aps.frontends.reducer import Reducer, ReducerKey
+from horovod_aps.frontends.saved import Saved
 from horovod_aps.log import logger
 from horovod_aps.options import AUTO_CANDIDATES, Options
 
@@ -54,8 +56,6 @@ class BaseCompressor:
             )
         if options.get("overrides", 0) is None:
             del options["overrides"]
-        if "auto_candidates" in options:
-            options["auto_candidates"] = tuple(options["auto_candidates"])
         self._options = Options(format=format, who=self._who, **options)
         self._start()
 
@@ -64,7 +64,7 @@ class BaseCompressor:
         self._name = f"horovod_aps.{self._number}"
         self._reducers: dict[ReducerKey, Reducer] = {}
         self._retired: dict[ReducerKey, Reducer] = {}
-        self._loaded: dict[str, Any] | None = None
+        self._saved: Saved | None = None  # loaded, and not taken over by a reducer
         self._made_with = self._options
         self._changes: dict[str, Any] = {}  # by set_format, since then
         self._looked = False
@@ -81,17 +81,22 @@ class BaseCompressor:
         A reducer of another world hands its residuals and position on; a state that was loaded before that world began
         is older than these.
         """
+        if not self._reducers:
+            cleanup.after(self, partial(_close, self._reducers))  # those that it has then, not those of earlier worlds
         self._reducers[key] = reducer
-        weakref.finalize(self, reducer.close)
         for old_key, old in list(self._retired.items()):
             if old_key.process_set_id == key.process_set_id and old_key.place == key.place:
-                reducer.load_state(old.state())
+                reducer.load_state(old.state(), self._lender(key))
                 reducer.statistics = old.statistics
                 del self._retired[old_key]
                 return reducer
-        if self._loaded is not None:
-            reducer.load_state(self._loaded)
+        if self._saved is not None:
+            reducer.load_state(self._saved.take_part(key), self._lender(key))
         return reducer
+
+    def _lender(self, key: ReducerKey) -> Lender | None:
+        """Where a reducer finds residuals of an earlier run; it must not know the compressor."""
+        return None if self._saved is None else partial(self._saved.take_residuals, key)
 
     def _look_for_idle_overrides(self, reducer: Reducer) -> None:
         """Warn, once, of patterns that no tensor's name matches, after steps in which all should have been there."""
@@ -147,6 +152,8 @@ class BaseCompressor:
         elif changes and self._options.format is not None:
             changes["format"] = None
         if overrides is not None:
+            if not isinstance(overrides, Mapping):
+                raise TypeError(f"{self._who}: set_format takes overrides as a dict, got {overrides!r}")
             changes["overrides"] = dict(overrides)
         options = self._options.replace(**changes)
         if "format" in changes:
@@ -192,16 +199,17 @@ class BaseCompressor:
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals, schedule position and what `set_format` has set; each rank saves its own, for residuals differ."""
-        reducers = [*self._retired.values(), *self._reducers.values()]
         changes = {"set_format": {name: _plain(value) for name, value in self._changes.items()}}
-        if not reducers:
-            empty = {"step_number": 0, "residuals": {}, "overrides": None, "auto": None}
-            return (self._loaded or empty) | changes
-        states = [reducer.state() for reducer in reducers]
+        parts = {} if self._saved is None else self._saved.rest()
+        parts |= {saved.label_of(key): reducer.state() for key, reducer in (self._retired | self._reducers).items()}
+        parts = parts or {saved.ANYBODY: saved.EMPTY}
+        residuals, named = saved.together(parts)
         return {
-            "step_number": max(state["step_number"] for state in states),
+            "step_number": max(part["step_number"] for part in parts.values()),
             **changes,
-            **{key: self._merge(state[key] for state in states) for key in ("residuals", "overrides", "auto")},
+            "residuals": residuals,
+            **{key: self._merge(part[key] for part in parts.values()) for key in ("overrides", "auto")},
+            **({"parts": named} if len(parts) > 1 else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -214,21 +222,23 @@ class BaseCompressor:
         missing = {"step_number", "residuals", "overrides"} - set(state)
         if missing:
             raise ValueError(f"{self._who}: state has no {', '.join(sorted(missing))}")
-        residuals = {name: np.asarray(value, np.float32).flatten() for name, value in state["residuals"].items()}
-        self._loaded = {
-            "step_number": int(state["step_number"]),
-            "residuals": residuals,
-            "overrides": state["overrides"],
-            "auto": state.get("auto"),
-        }
+        try:
+            parts = {
+                label: saved.read(part, {name: state["residuals"][key] for name, key in part["residuals"].items()})
+                for label, part in state.get("parts", {}).items()
+            }
+            whole = saved.read(state, state["residuals"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{self._who}: state must be what state_dict() returns, got one with {error}") from None
+        self._saved = Saved(whole, parts)
         self._retired = {}
         if "set_format" in state:  # older states do not know
             self._changes = {name: _unplain(value) for name, value in state["set_format"].items()}
             self._options = self._made_with.replace(**self._changes)
-        for reducer in self._reducers.values():
+        for key, reducer in self._reducers.items():
             if "set_format" in state:
                 reducer.change({name: getattr(self._options, name) for name in (*FORMAT_OPTIONS, "overrides")})
-            reducer.load_state(self._loaded)
+            reducer.load_state(self._saved.take_part(key), self._lender(key))
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy takes along options and state, never communicators."""
@@ -310,13 +320,19 @@ class ByBits(BaseCompressor):
             warmup_steps=warmup_steps,
             auto_steps=auto_steps,
             auto_error=auto_error,
-            auto_candidates=tuple(auto_candidates),
+            auto_candidates=auto_candidates,
             transport=transport,
             hierarchy=hierarchy,
             scaling=scaling,
             stats=stats,
+            who=self._who,
         )
         self._start()
+
+
+def _close(reducers: dict[ReducerKey, Reducer]) -> None:
+    for reducer in list(reducers.values()):
+        reducer.close()
 
 
 def _plain(value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from horovod_aps.engine.feedback import Lender
 from horovod_aps.engine.layer import Layer
 from horovod_aps.engine.statistics import Statistics
 
@@ -47,8 +48,8 @@ class Reducer(Protocol):
     def state(self) -> dict[str, Any]:
         """`step_number`, `residuals`, `overrides` and `auto`, as plain arrays and numbers."""
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a `state()`."""
+    def load_state(self, state: dict[str, Any], lender: Lender | None = None) -> None:
+        """Go on from a `state()`; residuals that it lacks are asked of the lender when their layers come."""
 
     def close(self) -> None:
         """Nobody will use it again."""

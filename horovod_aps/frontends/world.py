@@ -42,7 +42,8 @@ def process_set_of(basics: Any, process_set_id: int) -> Any:
     """Horovod's process set with this id, its ranks filled in."""
     from horovod.common.process_sets import ProcessSet
 
-    process_set = ProcessSet(list(basics._get_process_set_ids_and_ranks()[process_set_id]))
+    ranks = basics._get_process_set_ids_and_ranks()[process_set_id] if process_set_id else range(basics.size())
+    process_set = ProcessSet(list(ranks))
     process_set.process_set_id = process_set_id
     return process_set
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -78,6 +79,13 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         )
     if op not in (hvd.Average, hvd.Sum):
         raise ValueError(f"DistributedOptimizer: op must be Average or Sum, got {op}")
+    if not isinstance(gradient_predivide_factor, Real) or not gradient_predivide_factor > 0:
+        raise ValueError(
+            f"DistributedOptimizer: gradient_predivide_factor must be a positive number, got "
+            f"{gradient_predivide_factor!r}"
+        )
+    if not isinstance(process_set, hvd.ProcessSet):
+        raise TypeError(f"DistributedOptimizer: process_set must be one of Horovod's, got {process_set!r}")
     if gradient_predivide_factor != 1.0 and op != hvd.Average:
         raise ValueError("DistributedOptimizer: gradient_predivide_factor needs op=Average")
     if num_groups:

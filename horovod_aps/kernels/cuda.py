@@ -59,6 +59,7 @@ MEASURE_CHUNK = 256  # as APS_MEASURE_CHUNK in aps_codecs.h
 WARP = 32
 # These have kernels of their own, in aps_kernels_buckets.h.
 BUCKET_FAMILIES = (FAMILY_QSGD, FAMILY_ONEBIT, FAMILY_TABLE, FAMILY_MX)
+HIGH_PRIORITY = -5  # of a stream; CUDA takes the highest that the device has
 TILE_DTYPE = np.dtype([("segment", np.int64), ("begin", np.int64)])
 # Bytes between the fields of a segment, which have any content: a table that is there already would be sent again.
 HOLES = np.setdiff1d(
@@ -192,7 +193,10 @@ class CudaKernels(Kernels):
         cuda = self.device.cuda
         with cuda.Device(self.index):
             if not self._is_ready:
-                self.stream, self.front, self.copies = (cuda.Stream(non_blocking=True) for _ in range(3))
+                # Short kernels with long waits between them: not behind those of backward.
+                self.stream, self.front, self.copies = (
+                    cuda.Stream(non_blocking=True, priority=HIGH_PRIORITY) for _ in range(3)
+                )
                 self.pinned = PinnedPool(cuda)
                 self._fetching: deque[tuple[Any, np.ndarray]] = deque()
                 self._uploads_of: dict[int, Uploads] = {}
@@ -353,14 +357,16 @@ class CudaKernels(Kernels):
 
     # Order --------------------------------------------------------------------------------------------------
 
-    def _framework_stream(self) -> Any:
-        ptr = self._framework() if callable(self._framework) else self._framework
-        return self.device.cuda.ExternalStream(ptr, self.index)
+    def _framework_stream(self) -> int:
+        """The address of the framework's current stream, which CuPy has no lasting class for."""
+        return self._framework() if callable(self._framework) else self._framework
 
     def begin(self) -> None:
         """Have the next scan, and what comes before it, wait for what the framework has queued so far."""
         with self.at_work():
-            self.front.wait_event(self._mark(self._framework_stream()))
+            queued = self.device.cuda.Event(disable_timing=True)
+            self.device.cuda.runtime.eventRecord(queued.ptr, self._framework_stream())
+            self.front.wait_event(queued)
             self.front.wait_event(self._mark(self.stream))  # residuals of the step before, memory that is used again
             self._local.active = self.front
 
@@ -369,11 +375,12 @@ class CudaKernels(Kernels):
         if not self._is_ready:
             return
         framework = self._framework_stream()
-        if self._is_dirty or self._waited != framework.ptr:
+        if self._is_dirty or self._waited != framework:
             with self.at_work():
-                framework.wait_event(self._mark(self.stream))
-                framework.wait_event(self._mark(self.front))  # it reads gradients
-            self._is_dirty, self._waited = False, framework.ptr
+                for stream in (self.stream, self.front):  # the front reads gradients
+                    event = self._mark(stream)  # which must live until it is waited for
+                    self.device.cuda.runtime.streamWaitEvent(framework, event.ptr)
+            self._is_dirty, self._waited = False, framework
 
     def drain(self) -> None:
         """Wait until nothing is under way; for what has gone wrong."""

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 CHUNK = 1 << 18  # bytes of pinned memory that uploads fill before they go on to the next
 MAX_UPLOADS = 64 << 20  # bytes of tables kept on the device
-IDLE_SHARE = 1.0  # of the most that was in use at once, how much pinned memory may lie idle
+IDLE_TAKES = 1024  # pinned memory that nobody wants for so many requests is given back; freeing it stops the device
+IDLE_BYTES = 512 << 20  # that may lie idle all the same, or as many as were in use at once
 NOT_READY = 600  # cudaErrorNotReady
 
 
@@ -54,8 +55,8 @@ class PinnedPool:
 
     def __init__(self, cuda: Any) -> None:
         self._cuda = cuda
-        self._idle: OrderedDict[int, np.ndarray] = OrderedDict()  # by age
-        self._n_ages = 0
+        self._idle: deque[tuple[int, np.ndarray]] = deque()  # with the number of the request before it was given back
+        self._n_takes = 0
         self._n_used = self._n_peak = self._n_idle = 0
 
     @property
@@ -65,9 +66,11 @@ class PinnedPool:
 
     def take(self, n_bytes: int) -> np.ndarray:
         """An array of bytes with any content."""
-        found = next((age for age, array in self._idle.items() if len(array) == n_bytes), None)
+        self._n_takes += 1
+        found = next((i for i, (_, array) in enumerate(self._idle) if len(array) == n_bytes), None)
         if found is not None:
-            array = self._idle.pop(found)
+            array = self._idle[found][1]
+            del self._idle[found]
             self._n_idle -= n_bytes
         else:
             array = self._new(n_bytes)
@@ -85,11 +88,11 @@ class PinnedPool:
         """Nothing reads or writes it any more."""
         self._n_used -= len(array)
         self._n_idle += len(array)
-        self._n_ages += 1
-        self._idle[self._n_ages] = array
-        while self._idle and self._n_idle > IDLE_SHARE * self._n_peak:
-            _, oldest = self._idle.popitem(last=False)
-            self._n_idle -= len(oldest)
+        self._idle.append((self._n_takes, array))
+        while self._idle and (
+            self._idle[0][0] + IDLE_TAKES < self._n_takes or self._n_idle > max(IDLE_BYTES, self._n_peak)
+        ):
+            self._n_idle -= len(self._idle.popleft()[1])
 
 
 class Uploads:

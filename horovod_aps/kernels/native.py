@@ -64,7 +64,7 @@ def library() -> ctypes.CDLL:
             for name, arguments in SIGNATURES.items():
                 getattr(lib, name).argtypes = arguments
                 getattr(lib, name).restype = _I64
-            lib.aps_use_avx2(int(config.use_avx2()))
+            lib.aps_use_vectors(config.vectors())
             lib.aps_set_num_threads(config.num_threads())
             _library = lib
     return _library

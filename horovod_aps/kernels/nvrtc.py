@@ -12,6 +12,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -56,13 +57,26 @@ def cubin(binding: Nvrtc, source: str, architecture: str, folder: Path | None = 
     cache = cache_folder()
     kept = cache / f"{key}.cubin" if cache is not None else None
     if kept is not None and kept.is_file():
-        return kept.read_bytes()
+        with suppress(OSError):
+            return kept.read_bytes()
     made = compile_source(binding, code, source, (*options, f"-I{folder}"))
     if kept is not None:
-        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
-            file.write(made)
-        os.replace(file.name, kept)
+        _keep(made, kept)
     return made
+
+
+def _keep(made: bytes, path: Path) -> None:
+    """Write what was compiled to the cache, if there is room for it."""
+    name = None
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            name = file.name
+            file.write(made)
+        os.replace(name, path)
+    except OSError as error:
+        logger.info("compiled kernels are not kept: %s", error)
+        if name is not None:
+            Path(name).unlink(missing_ok=True)
 
 
 def compile_source(binding: Nvrtc, code: str, name: str, options: Sequence[str]) -> bytes:

@@ -29,7 +29,7 @@ def number_of(values: Floats, least: Floats) -> int:
         if key not in _numbers:
             number = library().aps_register_table(values.ctypes.data, least.ctypes.data, len(values))
             if number < 0:
-                raise ValueError("horovod_aps: too many different tables in one process")
+                raise ValueError("horovod_aps: a table's values must rise, and a process has room for 65536 tables")
             made = np.zeros(1, DEVICE_TABLE)
             made["n"], made["width"] = len(values), max(1, (len(values) - 1).bit_length())
             made["values"], made["least"] = values[-1], np.inf

@@ -26,6 +26,8 @@ MAX_RANKS = 256
 
 def _as_options(value: Options | Mapping[str, Any]) -> Options:
     if isinstance(value, Mapping):
+        if "format" not in value and (lacking := [name for name in ("e", "m") if name not in value]):
+            raise ValueError(f"EmulatedOptimizer: compressor_options must have e and m, lacks {' and '.join(lacking)}")
         value = Options(**value)
     if not isinstance(value, Options):
         raise TypeError(

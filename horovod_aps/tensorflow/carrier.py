@@ -20,7 +20,7 @@ from horovod_aps.tensorflow.collectives import allreduce
 
 def array_at(address: int, layer: Layer) -> np.ndarray:
     """The flat array at a layer's source or target."""
-    dtype = np.dtype(DTYPE_NAMES[layer.dtype])
+    dtype = np.dtype(DTYPE_NAMES[layer.dtype_code])
     n_bytes = layer.n_elements * dtype.itemsize
     if n_bytes == 0:
         return np.empty(0, dtype)

@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow.compression import Compressor
 
-from horovod_aps import config
+from horovod_aps import cleanup, config
 from horovod_aps.frontends.checks import NO_INSTANCE, OTHER_COMPRESSION
 from horovod_aps.frontends.compressor import BaseCompressor, ByBits
 from horovod_aps.log import logger
@@ -36,6 +36,7 @@ class PackedCompressor(BaseCompressor, Compressor):
         self._n_single = 0  # tensors traced outside of groups
         self._lock = threading.Lock()
         self._links = Links(self._options.why_flat)
+        cleanup.after(self, self._links.close)
         self._used = False
         seam.register(self)
         if next(_ids) % MANY == 0:

@@ -213,7 +213,9 @@ def _reducer(call: Call, process_set: Any, ticket: np.ndarray, gpu: str | None) 
     if operations.carry(gpu) and links.all_want_operations(ticket):
         those = operations.HorovodOperations(kernels, gpu, call.process_set_id)
         network = TurnTransport(network, those)
-    return compressor._keep(key, Exchange(kernels, network, compressor._options))
+    exchange = Exchange(kernels, network, compressor._options)
+    exchange.on_break = shared.fail
+    return compressor._keep(key, exchange)
 
 
 def _shared_of(exchange: Exchange) -> SharedTransport | None:

@@ -99,6 +99,11 @@ class Links:
         self._links: dict[int, Link] = {}
         self._why_flat = why_flat
 
+    def close(self) -> None:
+        """Nobody will use them again."""
+        for link in list(self._links.values()):
+            link.shared.transport.close()
+
     def get(self, process_set: Any, ticket: np.ndarray, stem: str) -> Link:
         """The link to the ranks of a process set, made anew by all of them if any has none.
 

@@ -127,7 +127,7 @@ def check_versions() -> Iterator[Finding]:
 def wrong_variables() -> dict[str, str]:
     """What is wrong with the variables of this package and with those of Horovod's that end or mislead it."""
     wrong = {}
-    for read in (config.num_threads, config.use_avx2, config.log_level, config.timeline_file):
+    for read in (config.num_threads, config.vectors, config.log_level, config.timeline_file):
         try:
             read()
         except ValueError as error:
@@ -162,15 +162,15 @@ def check_environment() -> Iterator[Finding]:
 def check_kernels() -> Iterator[Finding]:
     """The CPU library: loads, its instruction set, and that 1000 values survive a round trip in (8, 23)."""
     library = kernels.library()
-    avx2 = bool(library.aps_use_avx2(int(config.use_avx2())))
+    vectors = int(library.aps_use_vectors(config.vectors()))
     openmp = bool(library.aps_has_openmp())
     yield Finding(
         GREEN,
         "kernels",
-        f"CPU library with {'AVX2' if avx2 else 'baseline instructions'}, "
+        f"CPU library with {config.VECTORS[vectors]}, "
         f"{config.num_threads()} thread(s), OpenMP {'yes' if openmp else 'no'}",
     )
-    if not avx2 and config.use_avx2():
+    if not vectors and config.vectors():
         yield Finding(YELLOW, "kernels", "this processor has no AVX2: kernels are some times slower")
     if not openmp and config.num_threads() > 1:
         yield Finding(

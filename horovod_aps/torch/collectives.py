@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from horovod.common.exceptions import HorovodInternalError
+from horovod.common.process_sets import ProcessSet
 from horovod.torch import mpi_ops
 
 from horovod_aps.engine import progress
+from horovod_aps.engine.agreement import REFUSED
 from horovod_aps.engine.exchange import Exchange
 from horovod_aps.engine.layer import Layer
 from horovod_aps.engine.layout import BucketLayout
@@ -61,7 +63,7 @@ def allgather(
     with _refusing("allgather", tensor, process_set):
         options = _options("allgather", format, rounding, seed)
         _check("allgather", tensor)
-    return _Gather.apply(tensor, options, name, process_set)
+    return _Gather.apply(tensor, options, 1.0, name, process_set, "allgather")
 
 
 def reduce_scatter(
@@ -102,7 +104,7 @@ def reduce_scatter(
                 f"{tuple(tensor.shape)}"
             )
     factor = 1.0 / size if op == mpi_ops.Average else 1.0
-    return _Scatter.apply(tensor, options, factor, name, process_set)
+    return _Scatter.apply(tensor, options, factor, name, process_set, "reduce_scatter")
 
 
 def collective_bytes() -> float:
@@ -114,42 +116,44 @@ def collective_bytes() -> float:
 
 
 class _Gather(torch.autograd.Function):
+    """With `_Scatter` as its backward, and the reverse: gradients of gradients are there too."""
+
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, options: Options, name: str | None, process_set: Any) -> torch.Tensor:
-        ctx.rest = options, name, process_set
+    def forward(
+        ctx: Any, tensor: torch.Tensor, options: Options, factor: float, name: str | None, process_set: Any, what: str
+    ) -> torch.Tensor:
+        ctx.rest = options, factor, name, process_set, f"{what}.backward"
         ctx.shape = tensor.shape
-        return _gather(tensor, options, name, process_set)
+        return _gather(tensor, options, name, process_set, what, factor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        options, name, process_set = ctx.rest
-        part = _scatter(gradient, options, 1.0, name, process_set, "allgather.backward")
-        return part.view(ctx.shape), None, None, None
+        return _Scatter.apply(gradient, *ctx.rest).view(ctx.shape), None, None, None, None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, options: Options, factor: float, name: str | None, process_set: Any
+        ctx: Any, tensor: torch.Tensor, options: Options, factor: float, name: str | None, process_set: Any, what: str
     ) -> torch.Tensor:
-        ctx.rest = options, name, process_set
-        ctx.factor = factor
-        return _scatter(tensor, options, factor, name, process_set)
+        ctx.rest = options, factor, name, process_set, f"{what}.backward"
+        return _scatter(tensor, options, factor, name, process_set, what)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        options, name, process_set = ctx.rest
-        whole = _gather(gradient, options, name, process_set, "reduce_scatter.backward", ctx.factor)
-        return whole, None, None, None, None
+        return _Gather.apply(gradient, *ctx.rest), None, None, None, None, None
 
 
 # ---- arguments --------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=256)
 def _options(who: str, format: Format | str, rounding: str, seed: int) -> Options:
+    return _checked_options(who, read_format(format, who=who), rounding, seed)
+
+
+@lru_cache(maxsize=256)
+def _checked_options(who: str, fmt: Format, rounding: str, seed: int) -> Options:
     """The same object for the same arguments: plans are looked up by it."""
-    fmt = read_format(format, who=who)
     if fmt.needs_error_feedback:
         raise ValueError(f"{who}: {fmt} needs error feedback, which activations do not have; use another format")
     return Options(format=fmt, rounding=rounding, seed=seed, hierarchy="flat", who=who)
@@ -158,6 +162,8 @@ def _options(who: str, format: Format | str, rounding: str, seed: int) -> Option
 @contextmanager
 def _refusing(who: str, tensor: Any, process_set: Any) -> Generator[None, None, None]:
     """Around the checks of arguments: if this rank refuses its own, the others learn of it instead of waiting."""
+    if not isinstance(process_set, ProcessSet):
+        raise TypeError(f"{who}: process_set must be one of Horovod's, got {process_set!r}")
     if process_set.process_set_id is None or mpi_ops.rank() not in process_set.ranks:
         raise ValueError(f"{who}: rank {mpi_ops.rank()} is not in the process set {process_set}")
     try:
@@ -166,7 +172,7 @@ def _refusing(who: str, tensor: Any, process_set: Any) -> Generator[None, None, 
         device = tensor.device if isinstance(tensor, torch.Tensor) else torch.device("cpu")
         if process_set.size() > 1:
             nothing = torch.empty(1)
-            layer = Layer(str(error), (0,), 0, nothing.data_ptr(), nothing.data_ptr(), 1.0, nothing)
+            layer = Layer(REFUSED + str(error), (0,), 0, nothing.data_ptr(), nothing.data_ptr(), 1.0, nothing)
             with suppress(ValueError):  # from all ranks that do not refuse the same
                 _room(process_set, device).run([layer], _options(who, "float32", "nearest", 0), Gather)
         raise
@@ -175,6 +181,8 @@ def _refusing(who: str, tensor: Any, process_set: Any) -> Generator[None, None, 
 def _check(who: str, tensor: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{who}: tensor must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{who}: tensor must be dense, got {tensor.layout}")
     if tensor.dtype not in DTYPE_CODES:
         raise TypeError(f"{who}: tensor must be float32, float64, float16 or bfloat16, got {tensor.dtype}")
 
@@ -187,8 +195,8 @@ def _gather(
     options: Options,
     name: str | None,
     process_set: Any,
-    what: str = "allgather",
-    factor: float = 1.0,
+    what: str,
+    factor: float,
 ) -> torch.Tensor:
     own = tensor.detach().contiguous().resolve_neg()
     rows = own.reshape(1) if own.dim() == 0 else own
@@ -211,7 +219,7 @@ def _scatter(
     factor: float,
     name: str | None,
     process_set: Any,
-    what: str = "reduce_scatter",
+    what: str,
 ) -> torch.Tensor:
     own = tensor.detach().contiguous().resolve_neg()
     size = process_set.size()

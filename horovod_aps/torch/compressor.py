@@ -50,11 +50,20 @@ class _Batch:
     n_unnamed: int = 0
     suspicion: Suspicion | None = None
     """While ranks have not met yet in this reducer, or group."""
+    size: int = field(init=False)
+    """How many ranks take part."""
+    is_cpu: bool = field(init=False)
+    is_simple: bool = field(init=False)
+    """Whether layers go straight to the reducer, and results need nothing but to be there."""
+    is_settled: bool = False
+    """Whether nothing is left to do for layers whose results are there."""
+    refusal: str = ""
+    """Why none of it was sent, once that is known."""
 
-    @property
-    def size(self) -> int:
-        """How many ranks take part."""
-        return len(self.members)
+    def __post_init__(self) -> None:
+        self.size = len(self.members)
+        self.is_cpu = self.device.type == "cpu"
+        self.is_simple = self.size > 1 and self.is_cpu
 
 
 class PackedCompressor(BaseCompressor, Compressor):
@@ -63,6 +72,8 @@ class PackedCompressor(BaseCompressor, Compressor):
     def _start(self) -> None:
         super()._start()
         self._batches: dict[tuple[int, torch.device], _Batch] = {}
+        self._latest: _Batch | None = None  # of single tensors
+        self._shared_world: Any = None  # one with several ranks
         self._world: Any = None
         self._n_unnamed_groups = 0
         self._met: set[Any] = set()  # where ranks have been waited for once in this world
@@ -71,40 +82,58 @@ class PackedCompressor(BaseCompressor, Compressor):
 
     # ---- Horovod's interface ------------------------------------------------------------------------------
 
-    def compress(self, tensor: torch.Tensor | None = None) -> tuple[torch.Tensor, Gradient | None]:
-        """Mark a floating-point tensor for the exchange; others are left to Horovod, as by its own compressors."""
+    def compress(self, tensor: torch.Tensor | None = None) -> tuple[Any, Gradient | None]:
+        """Mark a floating-point tensor for the exchange; others are left to Horovod, as by its own compressors.
+
+        Horovod takes what is returned for a tensor; it is one where autograd goes on.
+        """
         if tensor is None:  # it is `self`: the class was passed, as one passes hvd.Compression.fp16
             raise TypeError(checks.NO_INSTANCE)
-        if mpi_ops.size() == 1:
-            return tensor, None
-        if tensor.dtype not in DTYPE_CODES:
+        if self._shared_world is not mpi_ops._handle_map:  # hvd.init() makes a new one
+            if mpi_ops.size() == 1:
+                return tensor, None
+            self._shared_world = mpi_ops._handle_map
+        dtype = DTYPE_CODES.get(tensor.dtype)
+        if dtype is None:
             if tensor.dtype.is_floating_point:
                 raise checks.wrong_dtype(tensor.dtype)
-            return seam.wire(tensor, self), None
-        if tensor.is_cuda:
+            return seam.wire(tensor), None
+        is_cpu = tensor.is_cpu
+        if not is_cpu:
             for_torch.refuse_capture(tensor.device)
-        staged = tensor.contiguous().resolve_neg()  # itself, unless its memory is not what it says
-        wired = seam.wire(staged, self)
-        gradient = wired.aps_context = Gradient.of(tensor, staged, DTYPE_CODES[staged.dtype])
+        try:
+            is_as_stored = tensor.is_contiguous() and not tensor.is_neg()
+        except RuntimeError:  # some sparse ones cannot say
+            is_as_stored = False
+        if not is_as_stored and tensor.layout is not torch.strided:
+            raise checks.wrong_layout(tensor.layout)
+        staged = tensor if is_as_stored else tensor.contiguous().resolve_neg()
+        gradient = Gradient(tensor, staged, dtype, is_cpu, self)
+        if not (tensor.requires_grad or torch.is_grad_enabled()):  # another tensor of its group may
+            return gradient, gradient
+        wired = seam.wire(staged)
+        wired.aps_context = gradient
         return wired, gradient
 
     def decompress(self, tensor: torch.Tensor, ctx: Gradient | None) -> torch.Tensor:
         """The reduced tensor; the first call after a batch was submitted exchanges all of it."""
         if ctx is None:
             return seam.plain(tensor)
-        if ctx.batch is None:
+        batch, staged = ctx.batch, ctx.staged
+        if batch is None:
             raise ValueError(
                 "APSCompressor: this tensor was compressed but not all-reduced through us; op must be "
                 "Average or Sum, and hvd.DistributedOptimizer(op=hvd.Adasum) is not supported"
             )
-        try:
-            self._finish(ctx)
-        except LostPeer as error:
-            raise HorovodInternalError(str(error)) from None
-        if ctx.result is ctx.staged and ctx.staged is not ctx.original:  # in place, through a contiguous copy
-            ctx.original.copy_(ctx.staged)
+        if not (batch.is_settled and ctx.done):
+            try:
+                self._finish(ctx)
+            except LostPeer as error:
+                raise HorovodInternalError(str(error)) from None
+        if ctx.result is staged and staged is not ctx.original:  # in place, through a contiguous copy
+            ctx.original.copy_(staged)
             return ctx.original
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:  # keep autograd's link
+        if tensor is not None and tensor.requires_grad:  # keep autograd's link
             return tensor.as_subclass(torch.Tensor)
         return ctx.result
 
@@ -116,7 +145,7 @@ class PackedCompressor(BaseCompressor, Compressor):
 
     def _submit_group(
         self,
-        tensors: Sequence[seam.WireTensor],
+        tensors: Sequence[seam.Wired],
         outputs: Sequence[torch.Tensor],
         names: Sequence[str | None],
         group: str | None,
@@ -130,12 +159,11 @@ class PackedCompressor(BaseCompressor, Compressor):
         batch = self._new_batch(process_set_id, tensors[0].device, self._group_label(group), len(tensors))
         if op == mpi_ops.Average:
             factor /= batch.size
-        layers = [
-            self._layer(batch, tensor, output, name, factor) for tensor, output, name in zip(tensors, outputs, names)
-        ]
-        batch.group = layers
-        for layer in layers:
+        layers: list[Gradient] = [tensor.aps_context for tensor in tensors]
+        for layer, tensor, output, name in zip(layers, tensors, outputs, names):
+            layer.hand_in(name or self._next_name(batch), factor, tensor, output, batch)
             layer.group_size = len(layers)
+        batch.group = layers
         if batch.suspicion is not None and group is not None:
             batch.suspicion.note(group)
         self._hand_in(batch, layers)
@@ -143,7 +171,7 @@ class PackedCompressor(BaseCompressor, Compressor):
 
     def _submit_one(
         self,
-        tensor: seam.WireTensor,
+        tensor: seam.Wired,
         output: torch.Tensor,
         name: str | None,
         op: int,
@@ -151,17 +179,28 @@ class PackedCompressor(BaseCompressor, Compressor):
         process_set_id: int,
     ) -> int:
         """As `_submit_group`, for a tensor by itself: there may be thousands of small ones."""
-        if op != mpi_ops.Average and op != mpi_ops.Sum:
+        average = op == mpi_ops.Average
+        if not average and op != mpi_ops.Sum:
             raise checks.wrong_op(op, mpi_ops)
-        batch = self._open_batch(process_set_id, tensor.aps_context.staged.device)
-        size = len(batch.members)
-        layer = self._layer(batch, tensor, output, name, factor / size if op == mpi_ops.Average else factor)
-        if batch.suspicion is not None and name is not None:
+        gradient: Gradient = tensor.aps_context
+        batch = self._latest
+        if (
+            batch is None
+            or batch.closed
+            or batch.process_set_id != process_set_id
+            or batch.world is not mpi_ops._handle_map
+            or (not (batch.is_cpu and gradient.is_cpu) and batch.device != gradient.staged.device)
+        ):
+            batch = self._latest = self._open_batch(process_set_id, gradient.staged.device)
+        if name is None:
+            name = self._next_name(batch)
+        elif batch.suspicion is not None:
             batch.suspicion.note(name)
-        if size > 1 and batch.device.type == "cpu":
-            batch.reducer.submit(layer)
+        gradient.hand_in(name, factor / batch.size if average else factor, tensor, output, batch)
+        if batch.is_simple:
+            batch.reducer.submit(gradient)
         else:
-            self._hand_in(batch, [layer])
+            self._hand_in(batch, [gradient])
         return batch.ticket.handle
 
     def _group_label(self, group: str | None) -> str:
@@ -171,19 +210,12 @@ class PackedCompressor(BaseCompressor, Compressor):
         self._n_unnamed_groups += 1
         return f".noname.{self._n_unnamed_groups % 64}"
 
-    def _layer(
-        self, batch: _Batch, tensor: seam.WireTensor, output: torch.Tensor, name: str | None, factor: float
-    ) -> Gradient:
-        """The tensor that was compressed, now with a name and a place for its result."""
-        gradient: Gradient = tensor.aps_context
-        if name is None:
-            if self._options.error_feedback:
-                raise checks.no_name()
-            name = f"noname.{batch.n_unnamed}"
-            batch.n_unnamed += 1
-        result = gradient.staged if output is tensor else output.as_subclass(torch.Tensor)
-        gradient.hand_in(name, factor, result, batch)
-        return gradient
+    def _next_name(self, batch: _Batch) -> str:
+        """For a tensor without one."""
+        if self._options.error_feedback:
+            raise checks.no_name()
+        batch.n_unnamed += 1
+        return f"noname.{batch.n_unnamed - 1}"
 
     def _hand_in(self, batch: _Batch, layers: list[Gradient]) -> None:
         """Submit layers to what reduces them."""
@@ -210,7 +242,7 @@ class PackedCompressor(BaseCompressor, Compressor):
         if group or not isinstance(reducer, Exchange):
             label = f"{self._name}.ticket.{process_set_id}.{self._device_label(device)}{group or '.1'}"
             packed = self._options.transport == "packed"
-            batch.ticket = _open_ticket(label, device, process_set_id, batch.members, packed)
+            batch.ticket = _ticket_maker(device, process_set_id, batch.members, packed)(label)
         else:
             assert isinstance(reducer.tickets, TicketOffice)
             batch.ticket = reducer.tickets.open()
@@ -223,8 +255,9 @@ class PackedCompressor(BaseCompressor, Compressor):
         elif isinstance(reducer, Exchange) and batch.size > 1:
             if reducer.is_idle:  # else somebody has been seen to be there already, or is being waited for
                 reducer.gate = _Gate()
-            if isinstance(reducer.gate, _Gate):
-                reducer.gate.add(partial(self._meet, reducer, batch))
+            gate = reducer.gate  # another thread takes it away when it is open
+            if isinstance(gate, _Gate):
+                gate.add(partial(self._meet, reducer, batch))
         return batch
 
     def _device_label(self, device: torch.device) -> str:
@@ -272,7 +305,7 @@ class PackedCompressor(BaseCompressor, Compressor):
         new.any_thread = device.type == "cpu"
         new.tickets = TicketOffice(
             f"{self._name}.ticket.{key.process_set_id}.{self._device_label(device)}",
-            partial(_open_ticket, device=device, process_set_id=key.process_set_id, members=key.members),
+            _ticket_maker(device, key.process_set_id, key.members, packed=True),
         )
         return new
 
@@ -298,12 +331,17 @@ class PackedCompressor(BaseCompressor, Compressor):
         if batch.size > 1:
             batch.reducer.wait([layer] if batch.group is None else batch.group)
             self._look_for_idle_overrides(batch.reducer)
+        batch.group = None  # its layers know the batch: only the garbage collector would find them
+        batch.is_settled = batch.is_simple
 
     def _check(self, batch: _Batch) -> None:
         """Raise ValueError if not all ranks are there; then nothing of the batch has been sent."""
+        if batch.refusal:
+            raise ValueError(batch.refusal)
         try:
             batch.ticket.check()
-        except ValueError:
+        except ValueError as error:
+            batch.refusal = str(error)
             batch.reducer.forget()
             tickets = getattr(batch.reducer, "tickets", None)
             if isinstance(tickets, TicketOffice) and batch.group is None:
@@ -335,14 +373,15 @@ def _may_begin(exchange: Exchange) -> int:
     return LATER if progress.is_anyone_waiting() else NEVER
 
 
-def _open_ticket(
-    label: str, device: torch.device, process_set_id: int, members: tuple[int, ...], packed: bool = True
-) -> Ticket:
-    return Ticket(
-        label,
-        process_set_id,
-        members.index(mpi_ops.rank()),
-        len(members),
+def _ticket_maker(
+    device: torch.device, process_set_id: int, members: tuple[int, ...], packed: bool
+) -> Callable[[str], Ticket]:
+    """What opens tickets by their labels, in this world."""
+    return partial(
+        Ticket,
+        process_set_id=process_set_id,
+        rank=members.index(mpi_ops.rank()),
+        size=len(members),
         packed=packed,
         speaks_mpi=not packed or mpi_usable(mpi_ops._basics),
         collective=packed and operations.are_wanted(device),

@@ -2,7 +2,8 @@
 
 Horovod finds operations by their names. A rank with `hvd.Compression.none` waits for gradients under their own names,
 ours wait for a ticket, and both wait for ever. After a while a thread says so, and then asks: it hands in an integer
-under the name of a gradient. If another rank holds a float under it, Horovod refuses both, and that is the proof.
+under the name of a gradient. If another rank holds a float under it, Horovod refuses both, and that is the proof. If
+all ranks ask the same and still have no answer, they wait for the tickets of different compressors.
 
 A rank that was only late must answer, or the question would stay: it is announced in the ticket first, and all ranks
 hand in what was announced when the ticket is over. A question is asked only while the program waits for the ticket, so
@@ -11,6 +12,7 @@ that it comes at the same place among the operations that Horovod numbers on all
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import sys
 import threading
@@ -21,13 +23,14 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from horovod_aps.frontends.checks import OTHER_COMPRESSION, no_answer
+from horovod_aps.frontends.checks import OTHER_COMPRESSION, OTHER_ORDER, no_answer
 from horovod_aps.log import logger
 from horovod_aps.torch.ticket import Ticket
 
 WARN_SECONDS = 20.0
 ASK_SECONDS = 2.0  # between announcing and asking: far longer than an all-reduce that has begun already
 LOOK_SECONDS = 0.5
+END_SECONDS = 10.0  # that Horovod may take to shut down
 ANSWER_SECONDS = 0.01  # between looks for the answer: the rank that is refused will soon end, and Horovod with it
 
 
@@ -36,6 +39,13 @@ class OtherCompression(ValueError):
 
     def __init__(self) -> None:
         super().__init__(OTHER_COMPRESSION)
+
+
+class OtherOrder(ValueError):
+    """Ranks wait for each other in different compressors."""
+
+    def __init__(self) -> None:
+        super().__init__(OTHER_ORDER)
 
 
 class Suspicion:
@@ -71,7 +81,10 @@ class Suspicion:
         time.sleep(ASK_SECONDS)
         while not (self._over.is_set() or self._ticket.is_over()):
             if self._waiting_threads() and (handle := self._ask(question, early=True)) is not None:
-                self._attend(handle)
+                if self._attend(handle):
+                    time.sleep(ASK_SECONDS)  # a rank that was only late has answered the ticket before
+                    if self._waiting_threads():
+                        self._give_up(OtherOrder)
                 return
             time.sleep(LOOK_SECONDS)
 
@@ -88,24 +101,31 @@ class Suspicion:
             group = [ones.clone() for _ in range(self._n_grouped)]
             return int(mpi_ops.mpi_lib.horovod_torch_grouped_allreduce_async_torch_IntTensor(group, group, *rest))
 
-    def _attend(self, handle: int) -> None:
-        """Wait for the answer."""
+    def _attend(self, handle: int) -> bool:
+        """Wait for the answer; True if all ranks have handed in the same."""
         try:
             while not mpi_ops.poll(handle):
                 time.sleep(ANSWER_SECONDS)
             mpi_ops.mpi_lib.horovod_torch_wait_and_clear(handle)
+            return True
         except ValueError:  # hvd.init() has begun a new world
-            return
+            pass
         except RuntimeError as error:
             if "Mismatched" in str(error):
-                self._give_up()
+                self._give_up(OtherCompression)
+        return False
 
-    def _give_up(self) -> None:
+    def _give_up(self, error: type[OtherCompression] | type[OtherOrder]) -> None:
         """Have an error on all ranks: each waits inside Horovod for what will never come, so that has to end."""
-        logger.error(OTHER_COMPRESSION)
+        logger.error("%s", error())
         for thread in self._waiting_threads():
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(OtherCompression))
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
+        if error is OtherOrder:
+            time.sleep(LOOK_SECONDS)  # the other ranks have found it at the same time, and raise the same
+        over = threading.Event()
+        atexit.register(over.wait, END_SECONDS)  # a second shutdown beside the first one would never end
         mpi_ops._basics.shutdown()
+        over.set()
 
     def _waiting_threads(self) -> list[int]:
         """Threads that wait for the ticket inside Horovod."""

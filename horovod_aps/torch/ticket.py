@@ -44,10 +44,11 @@ class Ticket:
         if packed and not speaks_mpi:
             words[N_WORDS + size :] = sockets.listener().words(rank, size)
         self._rank, self._size, self._opened = rank, size, time.monotonic()
-        self._words = torch.from_numpy(words)
+        self._words = words
         self._over = False
+        tensor = torch.from_numpy(words)
         self.handle: int = mpi_ops.mpi_lib.horovod_torch_allreduce_async_torch_IntTensor(
-            self._words, self._words, 1, label.encode(), mpi_ops.Sum, 1.0, 1.0, process_set_id
+            tensor, tensor, 1, label.encode(), mpi_ops.Sum, 1.0, 1.0, process_set_id
         )
 
     def is_over(self) -> bool:
@@ -88,7 +89,7 @@ class Ticket:
     @property
     def addresses(self) -> np.ndarray:
         """Where all ranks listen, once it is over."""
-        return self._words[N_WORDS + self._size :].numpy()
+        return self._words[N_WORDS + self._size :]
 
     def all_there(self) -> bool:
         """Whether all ranks have answered and none is in `hvd.join()`; never blocks."""

@@ -53,7 +53,7 @@ class Transport(Protocol):
         """Send outgoing[k] to rank k and fill incoming[k] from it; sizes are known on both sides.
 
         Transfers with the same tag between two ranks match in the order in which they were started. The arrays must
-        stay as they are until the request is done; it keeps them alive.
+        stay as they are until the request is done; they are kept alive until then, even if the request is not.
         """
 
     def close(self) -> None:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from horovod_aps.kernels.cuda import CudaKernels
 
 
+_under_way: list[Any] = []  # when a transport was closed: the network may still write into their memory
+
+
 class _Transfer:
     """One transfer: off the device, over the network, onto the device."""
 
@@ -30,6 +33,11 @@ class _Transfer:
         self.left: Any = None  # the event after which the messages may be sent
         self.request: Request | None = None
         self.over = False
+
+    @property
+    def memory(self) -> Any:
+        """That the network works on, but for pinned memory, which its owner sees to."""
+        return self.outgoing, self.incoming
 
     def done(self) -> bool:
         if not self.over:
@@ -106,6 +114,10 @@ class DeviceTransport(Above):
             kernels.stream.wait_event(event)
         hosts = {id(host): host for host in [*move.sent.values(), *move.filled.values()]}
         self._retiring.append((event, list(hosts.values())))
+
+    def close(self) -> None:
+        _under_way.extend((move.request, move.sent, move.filled) for move in self._moving)
+        super().close()
 
     def pump(self) -> None:
         """Move all transfers on, those with the same tag in the order in which they were started."""

@@ -1,7 +1,11 @@
-"""How transports end: a rank that closes one says farewell, and lets go of it once all other ranks have."""
+"""How transports end: a rank that closes one says farewell, and lets go of it once all other ranks have.
+
+A forked child has copies of them, and is not the one that they join: it says nothing.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +31,7 @@ class Farewells:
     def __init__(self, is_over: Callable[[], bool] = lambda: False) -> None:
         """`is_over` says that nothing can be sent any more."""
         self._is_over = is_over
+        self._pid = os.getpid()
         self._open: list[Leaving] = []
         self._closed: list[Leaving] = []  # here, and some other rank may still send
         self._lock = threading.RLock()
@@ -34,14 +39,23 @@ class Farewells:
     def __len__(self) -> int:
         return len(self._open) + len(self._closed)
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether all of them are those of a parent."""
+        return self._pid != os.getpid()
+
     def opened(self, transport: Leaving) -> None:
         """There is a new one; a moment to let go of old ones."""
+        if self.is_forked:  # a lock may be held by a thread that is not in this process
+            self._pid, self._open, self._closed, self._lock = os.getpid(), [], [], threading.RLock()
         with self._lock:
             self.sweep()
             self._open.append(transport)
 
     def closed(self, transport: Leaving) -> None:
         """It has been closed. May be called by the garbage collector: nothing is sent here."""
+        if self.is_forked:
+            return
         with self._lock:
             if transport in self._open:
                 self._open.remove(transport)
@@ -57,6 +71,8 @@ class Farewells:
 
     def take_leave(self) -> None:
         """At the end of the process: close everything, and wait a little for the others."""
+        if self.is_forked:
+            return
         for transport in list(self._open):
             transport.close()
         deadline = time.monotonic() + FAREWELL_SECONDS

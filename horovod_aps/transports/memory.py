@@ -15,8 +15,9 @@ import mmap
 import os
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -34,8 +35,12 @@ WRITTEN, SUMMED, SCANNED, FILLED, READ, N_FLAGS = range(6)
 class Until:
     """A request that is done when a condition holds."""
 
-    def __init__(self, condition: Callable[[], bool]) -> None:
-        self._condition = condition
+    memory = None
+    """That the network works on."""
+
+    def __init__(self, condition: Callable[[], bool], behind: Callable[[], Iterable[int]]) -> None:
+        """`behind` are the places of the ranks whose flags do not say so yet."""
+        self._condition, self.behind = condition, behind
 
     def done(self) -> bool:
         return self._condition()
@@ -141,6 +146,15 @@ class Room:
             return False
         return library().aps_least_flag(self._address + self._line(flag, slot, 0), self.n_places, LINE) >= value
 
+    def behind(self, flag: int, slot: int, value: int) -> frozenset[int]:
+        """The places of the ranks whose flags do not say so much."""
+        lines = {place: self._address + self._line(flag, slot, place) for place in range(self.n_places)}
+        return frozenset(place for place, line in lines.items() if library().aps_least_flag(line, 1, LINE) < value)
+
+    def until(self, flag: int, slot: int, value: int) -> Until:
+        """Until the flags of all ranks say so much."""
+        return Until(partial(self.reached, flag, slot, value), partial(self.behind, flag, slot, value))
+
     def _line(self, flag: int, slot: int, place: int) -> int:
         return ((flag * N_SLOTS + slot) * self.n_places + place) * LINE
 
@@ -148,10 +162,8 @@ class Room:
         """Whether the memory is large enough; grows it once all ranks have done with all earlier buckets."""
         if need.part <= self._part and need.slot <= self._slot:
             return True
-        for slot in range(N_SLOTS):
-            last = n_earlier - 1 - (n_earlier - 1 - slot) % N_SLOTS  # the latest visit to this slot
-            if last >= 0 and not self.reached(READ, slot, last + 1):
-                return False
+        if not all(self.reached(READ, slot, value) for slot, value in _read(n_earlier)):
+            return False
         part, slot_bytes = max(self._part, need.part), max(self._slot, need.slot)
         self._memory.grow(self._front + N_AREAS * self.n_places * part + N_SLOTS * slot_bytes)
         self._part, self._slot = part, slot_bytes
@@ -176,7 +188,7 @@ class Visit:
 
     def turn(self) -> Until:
         """Until earlier buckets are through the areas and out of the slot."""
-        return Until(self._is_my_turn)
+        return Until(self._is_my_turn, self._in_my_way)
 
     def _is_my_turn(self) -> bool:
         room = self._room
@@ -186,6 +198,10 @@ class Visit:
             and room.make_fit(self._need, self._number)
         )
 
+    def _in_my_way(self) -> frozenset[int]:
+        flags = [(self._slot, self._number + 1 - N_SLOTS), *_read(self._number)]
+        return frozenset().union(*(self._room.behind(READ, slot, value) for slot, value in flags))
+
     @property
     def content(self) -> Bytes:
         """The slot, from one's turn until `read`."""
@@ -193,7 +209,7 @@ class Visit:
 
     def free(self, piece: int) -> Until:
         """Until this rank may write a piece."""
-        return Until(lambda: self._room.reached(SUMMED, 0, self._first + piece + 1 - N_AREAS))
+        return self._room.until(SUMMED, 0, self._first + piece + 1 - N_AREAS)
 
     def part(self, piece: int, place: int) -> Bytes:
         return self._room.part(self._first + piece, place)
@@ -203,8 +219,11 @@ class Visit:
 
     def written(self, piece: int) -> Until:
         """Until all have written a piece, and this rank has summed all before."""
-        number = self._first + piece
-        return Until(lambda: self._room.mine(SUMMED, 0) == number and self._room.reached(WRITTEN, 0, number + 1))
+        room, number = self._room, self._first + piece
+        return Until(
+            lambda: room.mine(SUMMED, 0) == number and room.reached(WRITTEN, 0, number + 1),
+            partial(room.behind, WRITTEN, 0, number + 1),
+        )
 
     def summed(self, piece: int) -> None:
         self._room.set(SUMMED, 0, self._first + piece + 1)
@@ -214,4 +233,10 @@ class Visit:
         self._room.set(flag, self._slot, self._number + 1)
 
     def all_told(self, flag: int) -> Until:
-        return Until(lambda: self._room.reached(flag, self._slot, self._number + 1))
+        return self._room.until(flag, self._slot, self._number + 1)
+
+
+def _read(n_visits: int) -> list[tuple[int, int]]:
+    """What READ says of each slot when all ranks have done with so many visits."""
+    latest = [n_visits - 1 - (n_visits - 1 - slot) % N_SLOTS for slot in range(N_SLOTS)]
+    return [(slot, last + 1) for slot, last in enumerate(latest) if last >= 0]

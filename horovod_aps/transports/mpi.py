@@ -72,8 +72,9 @@ farewells = Farewells(lambda: bool(usage.why_over))
 
 
 def _leave() -> None:
-    farewells.take_leave()
-    usage.stop()
+    if not farewells.is_forked:
+        farewells.take_leave()
+        usage.stop()
 
 
 def takes_device_memory() -> bool:
@@ -88,10 +89,12 @@ def takes_device_memory() -> bool:
 
 
 class _MpiRequest:
-    """MPI requests that finish together; keeps `buffers` alive until then."""
+    """MPI requests that finish together; keeps `buffers` alive until then, also if nobody keeps it."""
 
     def __init__(self, requests: list[Any], buffers: Any) -> None:
         self._requests, self._buffers = requests, buffers
+        if requests:
+            _under_way.add(self)
 
     def done(self) -> bool:
         if self._requests:
@@ -101,7 +104,11 @@ class _MpiRequest:
                 if not MPI.Request.Testall(self._requests):
                     return False
         self._requests, self._buffers = [], None
+        _under_way.discard(self)
         return True
+
+
+_under_way: set[_MpiRequest] = set()
 
 
 class MpiTransport:
@@ -118,7 +125,8 @@ class MpiTransport:
         self.memory = "any" if takes_device_memory() else "host"
         self.rank, self.size = list(ranks).index(MPI.COMM_WORLD.rank), len(ranks)
         self._comm: Any = None
-        self._piece: list[int] = []
+        self._piece: list[int] = []  # bytes that are sent at once to each rank
+        self._all_direct = False  # whether all ranks' MPI takes device memory
         self._sends: list[tuple[Any, Any]] = []  # control messages under way, and what they send
         self._left: set[int] = set()
         self._said_farewell = False
@@ -141,6 +149,11 @@ class MpiTransport:
             places = mpi.Group.Translate_ranks(comm.group, list(range(self.size)), near.group)
             self._piece = [MAX_EAGER if place == mpi.UNDEFINED else MAX_MESSAGE for place in places]
             near.Free()
+            # As a buffer: for an object mpi4py makes a further communicator and holds the interpreter meanwhile, which
+            # the thread of another transport, that other ranks wait for, may need.
+            direct = np.array([self.memory == "any"], np.int32)
+            comm.Allreduce(mpi.IN_PLACE, direct, op=mpi.MIN)
+            self._all_direct = bool(direct[0])
             self._comm = comm
         except BaseException as error:
             self._error = error
@@ -148,6 +161,8 @@ class MpiTransport:
     def ready(self) -> bool:
         if self._thread is not None:
             if self._thread.is_alive():
+                if usage.why_over:  # the others will never be there
+                    raise LostPeer(usage.why_over)
                 return False
             self._thread = None
         if self._error is not None:
@@ -189,14 +204,20 @@ class MpiTransport:
             for step in range(1, self.size):
                 source = (self.rank - step) % self.size
                 if source in incoming:
-                    for chunk in _chunks(incoming[source], self._piece[source]):
+                    for chunk in self._chunks(incoming[source], source):
                         requests.append(self._comm.Irecv(chunk, source=source, tag=tag))
             for step in range(1, self.size):
                 target = (self.rank + step) % self.size
                 if target in outgoing:
-                    for chunk in _chunks(outgoing[target], self._piece[target]):
+                    for chunk in self._chunks(outgoing[target], target):
                         requests.append(self._comm.Isend(chunk, dest=target, tag=tag))
         return _MpiRequest(requests, (outgoing, incoming))
+
+    def _chunks(self, array: Bytes, rank: int) -> list[Bytes]:
+        """Pieces of a message, the same on both sides; none for an empty one."""
+        in_device = self._all_direct and not isinstance(array, np.ndarray)  # where rendezvous spares copies
+        piece = MAX_MESSAGE if in_device else self._piece[rank]
+        return [array[start : start + piece] for start in range(0, len(array), piece)]
 
     def close(self) -> None:
         farewells.closed(self)
@@ -205,9 +226,9 @@ class MpiTransport:
         """Say farewell, if not done yet, and free the communicator once all others have."""
         if usage.why_over or self._error is not None:
             return True
-        if not self.ready():
-            return False
         try:
+            if not self.ready():
+                return False
             with usage:
                 return self._take_leave()
         except LostPeer:  # MPI has ended meanwhile
@@ -223,8 +244,3 @@ class MpiTransport:
             return False
         self._comm.Free()
         return True
-
-
-def _chunks(array: np.ndarray, piece: int) -> list[np.ndarray]:
-    """Pieces of a message; none for an empty one."""
-    return [array[start : start + piece] for start in range(0, len(array), piece)]

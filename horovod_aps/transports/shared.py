@@ -6,17 +6,20 @@ control messages carry the name of the call site, and their transfers may use th
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from horovod_aps.errors import LostPeer, cannot_go_on
 from horovod_aps.transports.base import Bytes, Request, Transport
 
 if TYPE_CHECKING:
     from horovod_aps.transports.hosts import Hosts
 
 NAME_BYTES = 4
+FAILED = b"\xff" * NAME_BYTES  # in place of a name: no conversation can go on
 
 
 class SharedTransport:
@@ -25,16 +28,35 @@ class SharedTransport:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self._mail: dict[bytes, deque[tuple[int, bytes]]] = {}
+        self._broken = ""
+        self._lock = threading.Lock()  # a thread may drive an exchange that is over while the next one begins
 
     def channel(self, name: str) -> Channel:
         """The transport as one exchange sees it; ranks find each other by the name."""
-        return Channel(self, zlib.crc32(name.encode()).to_bytes(NAME_BYTES, "little"))
+        number = zlib.crc32(name.encode()) % 0xFFFFFFFF  # the last one is `FAILED`
+        return Channel(self, number.to_bytes(NAME_BYTES, "little"))
 
     def collect(self, name: bytes) -> list[tuple[int, bytes]]:
         """Messages for one channel; those for others are kept for them."""
-        for rank, message in self.transport.heard():
-            self._mail.setdefault(message[:NAME_BYTES], deque()).append((rank, message[NAME_BYTES:]))
-        return list(self._mail.pop(name, ()))
+        with self._lock:
+            for rank, message in self.transport.heard():
+                box, content = message[:NAME_BYTES], message[NAME_BYTES:]
+                if box == FAILED:
+                    self._broken = str(cannot_go_on(f"rank {rank}", content))
+                else:
+                    self._mail.setdefault(box, deque()).append((rank, content))
+            self.check()
+            return list(self._mail.pop(name, ()))
+
+    def fail(self, why: str) -> None:
+        """This rank cannot go on in one conversation: no rank may in any, for transfers use the same tags."""
+        self._broken = str(cannot_go_on("this rank", why.encode()))
+        self.transport.post(FAILED + why.encode())
+
+    def check(self) -> None:
+        """Raise LostPeer if a rank cannot go on."""
+        if self._broken:
+            raise LostPeer(self._broken)
 
 
 class Channel:
@@ -50,6 +72,7 @@ class Channel:
         return self.shared.transport.hosts
 
     def ready(self) -> bool:
+        self.shared.check()
         return self.shared.transport.ready()
 
     def post(self, message: bytes) -> None:

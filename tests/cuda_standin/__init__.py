@@ -476,6 +476,10 @@ class _Runtime:
     getDeviceProperties = staticmethod(lambda device: {"name": b"the stand-in"})  # noqa: N815
     driverGetVersion = runtimeGetVersion = staticmethod(lambda: 12090)  # noqa: N815
     eventQuery = staticmethod(lambda event: Event._by_ptr[event].query())  # noqa: N815
+    eventRecord = staticmethod(lambda event, stream: Event._by_ptr[event].record(_StreamHandle(stream)))  # noqa: N815
+    streamWaitEvent = staticmethod(  # noqa: N815
+        lambda stream, event, flags=0: _StreamHandle(stream).wait_event(Event._by_ptr[event])
+    )
 
     @staticmethod
     def check_status(status: int) -> None:

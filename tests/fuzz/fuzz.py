@@ -21,6 +21,9 @@ KERNELS = HERE.parent.parent / "cuda"
 COMMON = ["-g", "-O1", "-std=c++17", "-fno-trapping-math", "-ffp-contract=off", "-fno-sanitize-recover=all"]
 SANITIZERS = "address,undefined,float-cast-overflow"
 SOURCES = ("fuzz_kernels.cpp", "fuzz_activations.cpp")
+# What clang is told to use, by the processor's names.
+AVX2 = {"avx2": "-mavx2", "f16c": "-mf16c", "bmi2": "-mbmi2"}
+AVX512 = {f"avx512{name}": f"-mavx512{name.lstrip('_')}" for name in ("f", "bw", "vl", "dq", "vbmi", "_vbmi2")}
 N_SEEDS = 200  # inputs to start from, long enough to describe whole tables
 
 
@@ -35,28 +38,33 @@ class Report:
     """Edges of the control flow that were covered; 0 if the run was not guided."""
 
 
+def has(features: dict[str, str]) -> bool:
+    """Whether the processor has all of these."""
+    info = Path("/proc/cpuinfo")
+    return info.exists() and set(features) <= set(info.read_text().split())
+
+
 def guided_possible() -> bool:
     """Whether clang with libFuzzer is here, and the processor has what the AVX2 loops need."""
-    info = Path("/proc/cpuinfo")
-    return shutil.which("clang++") is not None and info.exists() and {"avx2", "f16c"} <= set(info.read_text().split())
+    return shutil.which("clang++") is not None and has(AVX2)
 
 
-def build(folder: Path, guided: bool, kernels: Path = KERNELS, source: str = SOURCES[0]) -> Path:
+def build(folder: Path, guided: bool, kernels: Path = KERNELS, source: str = SOURCES[0], *flags: str) -> Path:
     """Compile a target with the kernel sources of `kernels`; CalledProcessError shows what the compiler said."""
     target = folder / f"{Path(source).stem}_{'guided' if guided else 'random'}"
     if guided:
         command = [
             "clang++",
             *COMMON,
-            "-mavx2",
-            "-mf16c",
-            "-mbmi2",
+            *AVX2.values(),
+            *(AVX512.values() if has(AVX512) else ()),
             "-Wno-unknown-pragmas",
+            "-Wno-unknown-warning-option",
             f"-fsanitize=fuzzer,{SANITIZERS}",
         ]
     else:
         command = ["g++", *COMMON, "-DAPS_FUZZ_DRIVER", f"-fsanitize={SANITIZERS}"]
-    subprocess.run([*command, f"-I{kernels}", str(HERE / source), "-o", str(target)], check=True)
+    subprocess.run([*command, *flags, f"-I{kernels}", str(HERE / source), "-o", str(target)], check=True)
     return target
 
 

@@ -8,7 +8,7 @@
 #endif
 static int g_vectors = 1;
 bool aps_is_forked() { return false; }
-extern "C" int aps_uses_avx2() { return g_vectors; }
+extern "C" int aps_uses_vectors() { return g_vectors; }
 #include "aps_activations.cpp"
 
 #include <math.h>

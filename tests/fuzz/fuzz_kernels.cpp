@@ -1,16 +1,17 @@
 // Fuzz target over the C interface of the CPU kernel library: any table, any message, any exponent.
 //
 // Every array has exactly the bytes that the interface was told of, so that the address sanitizer sees one byte too
-// many. Oracles beside the sanitizers: the AVX2 and the baseline loops give the same bytes, a refused table leaves
+// many. Oracles beside the sanitizers: the loops of all instruction sets give the same bytes, a refused table leaves
 // everything as it was, and a table with a segment outside its message is refused.
 // Built with -fsanitize=fuzzer it is a libFuzzer target; with -DAPS_FUZZ_DRIVER it has a main() of its own that feeds
 // it random inputs, the same ones for the same seed.
 #ifdef __clang__
-// clang 14 knows no "f16c" here, nor GCC's target pragma: the build asks for AVX2 and F16C where the processor has them.
+// clang 14 knows no "f16c" here, nor GCC's target pragma: the build asks for what the processor has.
 #define __builtin_cpu_supports(feature) 1
 #endif
 #include "aps_cpu.cpp"
 
+#include <math.h>
 #include <stdio.h>
 
 #include <memory>
@@ -51,7 +52,7 @@ struct Case {
 
 // Bits of a code, bytes of the scales of a bucket and how many of them are float32, by the definitions of the families.
 int width_of(const ApsSegment& s) {
-    const int by_family[] = {1 + s.exp_bits + s.man_bits, 32, 1 + s.man_bits, 1, s.codec ? 2 : 8,
+    const int by_family[] = {1 + s.exp_bits + s.man_bits, 32, 1 + s.man_bits, 1, s.codec == 1 ? 2 : 8,
                              1 + s.exp_bits + s.man_bits};
     return by_family[s.family < 6 ? s.family : 0];
 }
@@ -73,14 +74,16 @@ void register_tables() {
         for (int k = 0; k < 256; ++k) values[k] = (float)(k - 128) / 127.0f;
         for (int k = 0; k < 255; ++k) least[k] = (values[k] + values[k + 1]) / 2;
         const float few[] = {-1.0f, 0.0f, 1.0f}, middles[] = {-0.5f, 0.5f};
-        return aps_register_table(values, least, 256) == 0 && aps_register_table(few, middles, 3) == 1;
+        if (aps_register_table(values, least, 256) != 0 || aps_register_table(few, middles, 3) != 1) return false;
+        for (int k = 128; k < 255; ++k) least[k] = nextafterf(least[k], 2.0f);  // the same on both sides of zero
+        return aps_register_table(values + 1, least + 1, 255) == 2;
     }();
     if (!done) abort();
 }
 
 // Fields of a family as its formats set them.
 void make_sensible(ApsSegment& s, uint8_t pick) {
-    s.codec = pick >> 4 & 1;
+    s.codec = (pick >> 4) % (s.family == APS_FAMILY_TABLE ? 3 : 2);
     s.block = 0;
     if (s.family == APS_FAMILY_QSGD) s.man_bits = (uint8_t)(1 + s.man_bits % 7), s.block = 1u + pick * 5u;
     if (s.family == APS_FAMILY_ONEBIT) s.block = pick % 3 * 27u;
@@ -167,8 +170,8 @@ struct Outcome {
     std::vector<uint8_t> bytes;  // everything that the call may have written
 };
 
-Outcome run(const Case& c, const Bytes& in, bool avx2) {
-    aps_use_avx2(avx2);
+Outcome run(const Case& c, const Bytes& in, int vectors) {
+    aps_use_vectors(vectors);
     std::vector<ApsSegment> table = c.table;
     std::vector<std::unique_ptr<uint8_t[]>> data, messages;
     for (size_t k = 0; k < table.size(); ++k) {
@@ -230,10 +233,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     register_tables();
     Bytes in{data, size};
     const Case c = read_case(in);
-    const Outcome plain = run(c, in, false), vector = run(c, in, true);
+    const Outcome plain = run(c, in, BASELINE);
     const bool comparable = plain.status != 0 || c.op == 0 || !overlap(c);  // else NaNs are cut to pieces
-    demand(plain.status == vector.status && (!comparable || plain.bytes == vector.bytes), "AVX2 and baseline differ",
-           c);
+    for (int vectors = AVX2; vectors <= best_vectors(); ++vectors) {
+        const Outcome other = run(c, in, vectors);
+        demand(plain.status == other.status && (!comparable || plain.bytes == other.bytes),
+               vectors == AVX2 ? "AVX2 and baseline differ" : "AVX-512 and baseline differ", c);
+    }
     bool outside = false;
     for (const ApsSegment& s : c.table) {
         if (s.n < 0 || s.offset < 0 || s.offset + bytes_of(s) > c.length) outside = true;
@@ -242,7 +248,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     if (plain.status != 0) {
         Case untouched = c;
         untouched.op = 6;
-        demand(run(untouched, in, false).bytes == plain.bytes, "a refused table changed something", c);
+        demand(run(untouched, in, BASELINE).bytes == plain.bytes, "a refused table changed something", c);
     }
     return 0;
 }

@@ -20,15 +20,14 @@ def play_torch() -> None:
     import torch
 
     from horovod_aps.kernels import CpuKernels, for_torch
-    from horovod_aps.torch import APSCompressor
+    from horovod_aps.torch.gradient import Gradient
 
-    layer_of, to_cpu, seen = APSCompressor._layer, torch.Tensor.cpu, []
+    hand_in, to_cpu, seen = Gradient.hand_in, torch.Tensor.cpu, []
 
-    def layer(self, *arguments):
-        made = layer_of(self, *arguments)
-        for tensor in (made.staged, made.result):
+    def registered(self, *arguments):
+        hand_in(self, *arguments)
+        for tensor in (self.staged, self.result):
             cuda_standin.register(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-        return made
 
     def cuda(self, device):
         seen.append(self.clone())
@@ -38,7 +37,7 @@ def play_torch() -> None:
         cuda_standin.cuda.ExternalStream(FRAMEWORK).synchronize()
         return to_cpu(self)
 
-    APSCompressor._layer, torch.Tensor.cuda, torch.Tensor.cpu = layer, cuda, cpu
+    Gradient.hand_in, torch.Tensor.cuda, torch.Tensor.cpu = registered, cuda, cpu
     for_torch.kernels_for = lambda device: CudaKernels(stream=FRAMEWORK) if seen else CpuKernels()
 
 

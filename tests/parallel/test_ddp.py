@@ -277,6 +277,25 @@ def test_different_options_are_an_error_on_all_ranks_and_there_is_a_next_step():
     assert_close(step(model, 4), step(plain, 4), ERROR)
 
 
+def test_failure_of_one_rank_is_an_error_on_all(monkeypatch):
+    """Rank 1 runs out of memory in the middle of a step, and its program goes on: nobody waits for it for ever."""
+    state = APSState(4, 3)
+    model = wrap(make_model(), state)
+    step(model, 0)
+
+    def fail(*_, **__):
+        raise MemoryError("encode has failed")
+
+    if RANK == 1:
+        monkeypatch.setattr(next(iter(state._reducers.values())).kernels, "encode", fail)
+    for number in (1, 2):  # now, and later
+        with pytest.raises((MemoryError, RuntimeError), match="encode has failed"):
+            step(model, number)
+        monkeypatch.undo()
+    ours, plain = wrap(make_model(), APSState(*FINE)), wrap(make_model())
+    assert_close(step(ours, 0), step(plain, 0), ERROR)
+
+
 def test_different_models_are_an_error_on_all_ranks():
     """DDP compares shapes itself; it does not know the options of each layer."""
     state = APSState(4, 3, overrides={"2.weight" if RANK else "2.bias": "float32"})

@@ -146,10 +146,14 @@ def test_nan_stays_in_its_block():
 
 def test_errors_reach_all_ranks():
     comm = APSReduceScatter(4, 3 if RANK == 0 else 2)
-    with pytest.raises(ValueError, match="option m is 3 on rank 0 and 2 on rank 1"):
+    with pytest.raises(ValueError, match="APSReduceScatter: option m is 3 on rank 0 and 2 on rank 1"):
         comm(torch.empty(5), torch.ones(5 * SIZE), dist.group.WORLD, dist.ReduceOp.SUM)
     with pytest.raises(ValueError, match="must have .* chunks of 4 elements"):
         comm(torch.empty(4), torch.ones(5), dist.group.WORLD, dist.ReduceOp.SUM)
+    with pytest.raises(ValueError, match="APSReduceScatter: input and output must be contiguous"):
+        comm(torch.empty(5), torch.ones(5 * SIZE, 2)[:, 0], dist.group.WORLD, dist.ReduceOp.SUM)
+    with pytest.raises(TypeError, match="one dtype, got torch.bfloat16 and torch.float32"):
+        comm(torch.empty(5), torch.ones(5 * SIZE, dtype=torch.bfloat16), dist.group.WORLD, dist.ReduceOp.SUM)
     with pytest.raises(ValueError, match="op must be SUM or AVG"):
         comm(torch.empty(5), torch.ones(5 * SIZE), dist.group.WORLD, dist.ReduceOp.MAX)
     for wrong in ({"error_feedback": True}, {"overrides": {"a": (4, 3)}}, {"block": 0}, {"hierarchy": "two-level"}):

@@ -312,6 +312,10 @@ def test_wrong_use_is_refused():
         DistributedOptimizer(keras.optimizers.SGD(), "x")
     with pytest.raises(ValueError, match="groups must be a non-negative integer or a list"):
         DistributedOptimizer(keras.optimizers.SGD(), groups=-1)
+    with pytest.raises(ValueError, match="gradient_predivide_factor must be a positive number, got 0"):
+        DistributedOptimizer(keras.optimizers.SGD(), gradient_predivide_factor=0)
+    with pytest.raises(TypeError, match="process_set must be one of Horovod's, got 3"):
+        DistributedOptimizer(keras.optimizers.SGD(), process_set=3)
     with pytest.raises(ValueError, match="op must be Average or Sum"):
         DistributedOptimizer(keras.optimizers.SGD(), op=hvd.Adasum)
     with pytest.raises(TypeError, match="must be a Keras 3 optimizer, got str"):

@@ -8,6 +8,7 @@ that needed a second one would hang.
 from __future__ import annotations
 
 import pickle
+import time
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -486,6 +487,33 @@ def test_set_format_between_steps(transport):
     if hvd.rank() == 0:
         compressor.set_format(m=2)
     assert (hvd.allreduce(x, compression=compressor).numpy() != result).any()
+
+
+@MODES
+def test_failure_of_one_rank_is_an_error_on_all(graph, monkeypatch):
+    """At this call site and, since they share tags, at all others of the compressor. Never a sum of both."""
+    compressor = APSCompressor(4, 3)
+
+    def reduce(name: str, value: float) -> float:
+        tensor = tf.fill([8], value)
+        result = run(lambda: hvd.allreduce(tensor, op=hvd.Sum, name=f"{name}{graph}", compression=compressor), graph)
+        return float(result[0])
+
+    def fail(*_, **__):
+        time.sleep(0.2)  # the others have sent theirs
+        raise MemoryError("encode has failed")
+
+    for name in "ab":
+        assert reduce(name, 1.0) == hvd.size()
+    if hvd.rank() == 0:
+        (exchange,) = (one for key, one in compressor._reducers.items() if key.place.startswith("a"))
+        monkeypatch.setattr(exchange.kernels, "encode", fail)
+    for name in "abb":
+        with pytest.raises(Exception, match="encode has failed"):
+            reduce(name, 64.0)
+    monkeypatch.undo()
+    compressor = APSCompressor(4, 3)
+    assert reduce("b", 1.0) == hvd.size()
 
 
 def test_join():

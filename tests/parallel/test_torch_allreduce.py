@@ -15,6 +15,7 @@ from reference import Format
 from torch_common import to_numpy, to_torch
 
 from horovod_aps.torch import APSCompressor
+from horovod_aps.torch.gradient import Gradient
 
 hvd.init()
 
@@ -291,6 +292,12 @@ def test_carrier_equals_simulation(fmt):
     assert_same_bits(to_numpy(result), wanted)
 
 
+def test_sparse_tensors_are_refused():
+    for tensor in (torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr()):
+        with pytest.raises(TypeError, match=r"must be dense.*got torch.sparse_c.*sparse_as_dense=True"):
+            hvd.allreduce(tensor, name="sparse", compression=APSCompressor(4, 3))
+
+
 def test_class_instead_of_instance_is_named():
     """As one writes compression=hvd.Compression.fp16; in a hook of an optimizer it is the same call."""
     with pytest.raises(TypeError, match=r"not the class; write compression=APSCompressor\(e=4, m=3\)"):
@@ -315,6 +322,26 @@ def test_compressed_once_and_allreduced_again():
     with pytest.raises(ValueError, match="compressed once and all-reduced twice"):
         hvd.allreduce_async(wired, op=hvd.Sum, name="once.d")
     assert compressor.decompress(hvd.synchronize(handle), context).tolist() == [hvd.size()] * 5
+
+
+def test_compressed_tensor_looks_like_one():
+    """Whoever is between `compress` and Horovod may ask it what one asks of a tensor."""
+    compressor, x = APSCompressor(4, 3), torch.ones(3, 4)
+    with torch.no_grad():
+        wired, context = compressor.compress(x)
+    assert type(wired) is Gradient
+    assert (wired.shape, wired.numel(), wired.dtype, wired.device) == (x.shape, 12, x.dtype, x.device)
+    assert wired.is_contiguous() and not wired.requires_grad and wired.new(2).shape == (2,)
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        wired.no_such_thing  # noqa: B018
+    result = compressor.decompress(hvd.allreduce_(wired, op=hvd.Sum, name="looks"), context)
+    assert result is x and torch.all(x == hvd.size())
+    mixed = [torch.ones(2), torch.ones(2, requires_grad=True), torch.ones(2, dtype=torch.int32)]
+    results = hvd.grouped_allreduce(mixed, op=hvd.Sum, name="looks.group", compression=compressor)
+    assert all(type(one) is torch.Tensor and one.tolist() == [hvd.size()] * 2 for one in results)
+    assert results[1].requires_grad
+    (results[0] * results[1]).sum().backward()
+    assert mixed[1].grad is not None and mixed[1].grad.tolist() == [hvd.size() ** 2] * 2
 
 
 @pytest.mark.parametrize("transport", ["packed", "allreduce"])

@@ -128,6 +128,27 @@ def test_backward_is_the_other_operation_of_horovods():
     torch.testing.assert_close(found, hvd.allgather(weight, name="adjoint.b") / SIZE)
 
 
+@pytest.mark.parametrize("op", ["allgather", "reduce_scatter"])
+def test_gradients_of_gradients(op):
+    """A penalty on the gradient reaches the input. Oracle: autograd on the whole model in one process."""
+    parts = [mine(2 * SIZE, 3, seed=4, rank=k).requires_grad_() for k in range(SIZE)]
+
+    def penalty_of(result: torch.Tensor, of: list[torch.Tensor]) -> torch.Tensor:
+        gradients = torch.autograd.grad(result.pow(3).sum(), of, create_graph=True)
+        return sum(gradient.pow(2).sum() for gradient in gradients)
+
+    if op == "allgather":  # every rank has a loss of all parts
+        whole = torch.cat(parts)
+        gradients = torch.autograd.grad(SIZE * whole.pow(3).sum(), parts, create_graph=True)
+    else:  # each rank has a loss of its rows of the sum
+        gradients = torch.autograd.grad(sum(parts).pow(3).sum(), parts, create_graph=True)
+    wanted = torch.autograd.grad(sum(gradient.pow(2).sum() for gradient in gradients), parts)[RANK]
+    x = mine(2 * SIZE, 3, seed=4).requires_grad_()
+    result = (allgather if op == "allgather" else reduce_scatter)(x, "float32")
+    penalty_of(result, [x]).backward()
+    torch.testing.assert_close(x.grad, wanted, rtol=1e-5, atol=1e-4)
+
+
 def test_inputs_that_are_not_contiguous_are_left_alone():
     x = mine(6, 4 * SIZE).t()[::2]
     before = x.clone()
@@ -153,7 +174,9 @@ def test_disagreement_raises_on_every_rank_and_the_process_goes_on(what):
         "nothing": lambda: allgather(mine(3), None if odd else "e4m3"),
         "name": lambda: allgather(mine(3), "e4m3", name=f"{odd}"),
     }
-    with pytest.raises((ValueError, TypeError), match="allgather|reduce_scatter"):
+    refused = what in ("multiple", "integers", "nothing") and not odd
+    words = f"rank {SIZE - 1} refuses its arguments: (allgather|reduce_scatter): " if refused else ""
+    with pytest.raises((ValueError, TypeError), match=words or "allgather|reduce_scatter"):
         calls[what]()
     assert torch.equal(allgather(torch.full((2,), float(RANK)), "e4m3").unique(), torch.arange(float(SIZE)).unique())
 
@@ -162,6 +185,9 @@ def test_wrong_arguments_on_all_ranks():
     for call, words in (
         (lambda: allgather([1.0], "e4m3"), "tensor must be a torch.Tensor"),
         (lambda: allgather(mine(3), "e9m9"), "allgather: format must be"),
+        (lambda: allgather(mine(3), [4, 3]), r"allgather: format must be .* got \[4, 3\]"),
+        (lambda: allgather(mine(3).to_sparse(), "e4m3"), "tensor must be dense"),
+        (lambda: allgather(mine(3), "e4m3", process_set=0), "process_set must be one of Horovod's, got 0"),
         (lambda: allgather(mine(3), "onebit"), "error feedback, which activations do not have"),
         (lambda: reduce_scatter(mine(SIZE), "e4m3", op=hvd.Max), "op must be hvd.Sum or hvd.Average"),
         (lambda: reduce_scatter(mine(SIZE), "e4m3", rounding="up"), "reduce_scatter: rounding must be one of"),

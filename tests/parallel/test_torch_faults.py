@@ -9,13 +9,17 @@ import copy
 import os
 import pickle
 import threading
+import time
+from contextlib import suppress
 
 import horovod.torch as hvd
 import pytest
 import torch
+from horovod.common.exceptions import HorovodInternalError
 from torch_common import assert_replicas_equal, loss_of, make_model
 
 from horovod_aps.torch import APSCompressor
+from horovod_aps.transports import mpi, sockets
 
 hvd.init()
 
@@ -109,6 +113,90 @@ def test_exception_in_backward_on_all_ranks_and_a_new_optimizer():
     assert_replicas_equal(model)
 
 
+def test_all_results_of_a_refused_batch_are_errors_and_ranks_go_on():
+    """Rank 0 joins; the others take each result by itself, as one may with handles."""
+    compressor = APSCompressor(4, 3)
+
+    def reduce() -> list[float | str]:
+        results: list[float | str] = []
+        handles = []
+        for name in "abc":
+            wired, context = compressor.compress(torch.ones(5))
+            handles.append((hvd.allreduce_async_(wired, name=name, op=hvd.Sum), context))
+        for handle, context in handles:
+            try:
+                results.append(compressor.decompress(hvd.synchronize(handle), context)[0].item())
+            except ValueError as error:
+                results.append(str(error))
+        return results
+
+    assert reduce() == [hvd.size()] * 3
+    if hvd.rank() != 0:
+        assert all("hvd.join()" in str(one) for one in reduce())
+    hvd.join()
+    for _ in range(3):
+        assert reduce() == [hvd.size()] * 3
+
+
+@pytest.mark.parametrize("kernel", ["scan", "encode", "decode"])
+def test_failure_of_one_rank_is_an_error_on_all(kernel, monkeypatch):
+    """Rank 1 runs out of memory in the middle of a step, and its program goes on: nobody waits for it for ever."""
+    compressor, model = APSCompressor(4, 3), make_model()
+    optimizer = wrap(model, compressor)
+    train(model, optimizer, range(2))
+
+    def fail(*_, **__):
+        raise MemoryError(f"{kernel} has failed")
+
+    if hvd.rank() == 1:
+        monkeypatch.setattr(next(iter(compressor._reducers.values())).kernels, kernel, fail)
+    # What fails in decoding has sent its own before: the others may have all of this step.
+    may_pass = suppress(HorovodInternalError) if kernel == "decode" and hvd.rank() != 1 else None
+    with may_pass or pytest.raises((MemoryError, HorovodInternalError), match=f"{kernel} has failed"):
+        train(model, optimizer, range(2, 3))
+    monkeypatch.undo()
+    with pytest.raises(HorovodInternalError, match=f"could not go on: MemoryError: {kernel} has failed"):
+        hvd.allreduce(torch.ones(3), name="after", compression=compressor)
+    model = make_model()
+    train(model, wrap(model, APSCompressor(4, 3), "anew."), range(3))
+    assert_replicas_equal(model)
+
+
+def test_failure_during_backward_is_an_error_of_the_step(monkeypatch):
+    """At the same place on all ranks, so that they go on together; a hook that raised would leave them apart."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(100, 100) for _ in range(6)])
+    compressor = APSCompressor(4, 3, bucket_mb=0.04)
+    optimizer = wrap(model, compressor)
+    for module in model:
+        module.weight.register_hook(lambda _: time.sleep(0.01))  # longer than between looks
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(4, 100)).sum().backward()
+
+    for _ in range(2):
+        backward()
+        optimizer.step()
+    kernels = next(iter(compressor._reducers.values())).kernels
+    calls, scan = [], kernels.scan
+
+    def fail(*args, **keywords):
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError("scan has failed")
+        return scan(*args, **keywords)
+
+    if hvd.rank() == 1:
+        monkeypatch.setattr(kernels, "scan", fail)
+    backward()
+    with pytest.raises((MemoryError, HorovodInternalError), match="scan has failed"):  # of memory, if ranks met late
+        optimizer.step()
+    for _ in range(2):
+        with pytest.raises(HorovodInternalError, match="scan has failed"):
+            hvd.allreduce(torch.ones(3), name="after", compression=compressor)
+    assert torch.all(hvd.allreduce(torch.ones(3), name="anew", compression=APSCompressor(4, 3)) == 1)
+
+
 def test_two_models_in_two_threads():
     """Two trainings at once, each with its own compressor. Oracle: the same trainings one after the other."""
     compressors = [APSCompressor(4, 3), APSCompressor(5, 2)]
@@ -138,6 +226,42 @@ def test_two_models_in_two_threads():
     assert not any(thread.is_alive() for thread in threads), "a thread hangs"
     for model, wanted in zip(together, alone):
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), wanted.parameters()))
+
+
+def test_many_compressors_meet_at_the_same_time():
+    """Each connects its ranks in a thread of its own, in any order: none may hold up another one. Oracle: the sum."""
+    compressors, results = [APSCompressor(4, 3) for _ in range(8)], {}
+
+    def work(i: int) -> None:
+        x = torch.full((5,), float(2 ** (hvd.rank() + i)))
+        results[i] = hvd.allreduce(x, name=f"many{i}", op=hvd.Sum, compression=compressors[i])
+
+    order = [(3 * i + hvd.rank()) % len(compressors) for i in range(len(compressors))]
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in order]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    for i in range(len(compressors)):  # sums of powers of two that four bits hold
+        assert torch.equal(results[i], torch.full((5,), float(2**i * (2 ** hvd.size() - 1))))
+
+
+def test_end_of_a_forked_child_is_not_that_of_the_rank():
+    """A child that ends as programs do runs what is to run at its end; the connections that it has are its parent's."""
+    model = make_model()
+    optimizer = wrap(model, APSCompressor(4, 3))
+    train(model, optimizer, range(2))
+    child = os.fork()
+    if child == 0:
+        try:
+            sockets.farewells.take_leave()
+            mpi._leave()
+        finally:
+            os._exit(0)  # Horovod's own end would wait for threads that a child has not got
+    os.waitpid(child, 0)
+    train(model, optimizer, range(2, 5))
+    assert_replicas_equal(model)
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])

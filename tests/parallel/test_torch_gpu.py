@@ -15,6 +15,7 @@ import torch
 from horovod_aps.kernels import for_torch
 from horovod_aps.kernels.cuda import CudaKernels
 from horovod_aps.torch import APSCompressor
+from horovod_aps.torch.gradient import Gradient
 
 hvd.init()
 FRAMEWORK = 77
@@ -25,15 +26,14 @@ def gpu(monkeypatch):
     """From here on compressors find their tensors on a GPU."""
 
     def start() -> None:
-        layer_of = APSCompressor._layer
+        hand_in = Gradient.hand_in
 
         def registered(self, *arguments):
-            layer = layer_of(self, *arguments)
-            for tensor in (layer.staged, layer.result):
+            hand_in(self, *arguments)
+            for tensor in (self.staged, self.result):
                 cuda_standin.register(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-            return layer
 
-        monkeypatch.setattr(APSCompressor, "_layer", registered)
+        monkeypatch.setattr(Gradient, "hand_in", registered)
         monkeypatch.setattr(
             for_torch, "kernels_for", lambda device: CudaKernels(cuda_standin, stream=FRAMEWORK, block=32)
         )

@@ -463,6 +463,31 @@ def test_checkpointed_run_equals_uninterrupted_run(options):
         assert torch.equal(a, b)
 
 
+def test_compiled_steps_equal_plain_ones():
+    """A whole step under `torch.compile`, which meets our code, and an all-reduce by itself. Oracle: without it."""
+    models = [make_model(), make_model()]
+    for model, is_compiled in zip(models, (False, True)):
+        optimizer = wrap(model, APSCompressor(4, 3))
+
+        def step(number: int, model=model, optimizer=optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, number, hvd.rank())
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        call = torch.compile(step, backend="eager") if is_compiled else step
+        for number in range(3):
+            call(number)
+    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models)))
+    compressor = APSCompressor(4, 3)
+    double = torch.compile(
+        lambda x: hvd.allreduce(2 * x, op=hvd.Sum, name="compiled", compression=compressor) + 1, backend="eager"
+    )
+    assert [double(torch.ones(3)).tolist() for _ in range(2)] == [[2 * hvd.size() + 1] * 3] * 2
+    torch._dynamo.reset()
+
+
 def test_same_run_twice_gives_the_same_bits():
     results = []
     for _ in range(2):

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from horovod_aps import config
 from horovod_aps.activations import codec, compress, decompress
 
 DTYPES = list(codec.DTYPES)
@@ -23,11 +24,11 @@ def baseline():
     lib = codec.library()
 
     def call(function):
-        lib.aps_use_avx2(0)
+        lib.aps_use_vectors(0)
         try:
             return function()
         finally:
-            lib.aps_use_avx2(1)
+            lib.aps_use_vectors(config.vectors())
 
     return call
 

@@ -23,13 +23,13 @@ def check(x: torch.Tensor, bound: float, guide: Guide) -> Stream:
     streams, decoded = [], []
     try:
         for vectors in (0, 1):
-            lib.aps_use_avx2(vectors)
+            lib.aps_use_vectors(vectors)
             streams.append(codec.encode(x, bound, guide))
         for vectors in (0, 1):
-            lib.aps_use_avx2(vectors)
+            lib.aps_use_vectors(vectors)
             decoded.append(codec.decode(streams[0], n, x.dtype, guide))
     finally:
-        lib.aps_use_avx2(1)
+        lib.aps_use_vectors(2)
     assert torch.equal(*streams)
     assert torch.equal(decoded[0].view(torch.uint8), decoded[1].view(torch.uint8))
     y, limit = decoded[0], torch.full((n,), bound, dtype=torch.float64)

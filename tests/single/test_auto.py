@@ -309,10 +309,17 @@ def test_set_format_on_one_rank_only_raises_on_all(changes):
     assert f"option {option} is" in raised[0] and "on rank 0" in raised[0] and "on rank 1" in raised[0]
 
 
-@pytest.mark.parametrize("changes, message", [({"e": 9}, "e must be in 1..8"), ({"overrides": {"a": 3}}, "overrides")])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"e": 9}, "e must be in 1..8"),
+        ({"overrides": {"a": 3}}, "overrides"),
+        ({"overrides": "auto"}, "as a dict, got 'auto'"),
+    ],
+)
 def test_set_format_refuses_what_the_constructor_refuses(changes, message):
     (compressor, _) = pair(["a"], overrides=None)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         compressor.set_format(**changes)
     assert compressor._options == compressor.exchange("a").options
 
@@ -397,3 +404,10 @@ def test_a_copy_keeps_what_set_format_has_set():
 def test_what_is_no_state_is_named(state):
     with pytest.raises(TypeError, match=f"state must be what state_dict.. returns, got {type(state).__name__}"):
         Compressor(4, 3).load_state_dict(state)
+
+
+@pytest.mark.parametrize("wrong", [{"step_number": "x"}, {"residuals": None}, {"residuals": {"a": "b"}}])
+def test_a_state_with_other_things_in_it_is_refused(wrong):
+    compressor = Compressor(4, 3)
+    with pytest.raises(ValueError, match="Compressor: state must be what state_dict.. returns, got one with"):
+        compressor.load_state_dict(compressor.state_dict() | wrong)

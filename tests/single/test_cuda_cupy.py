@@ -9,7 +9,9 @@ import shutil
 import stat
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cuda_standin
@@ -40,6 +42,8 @@ USED = [  # all that the package asks of CuPy
     "cuda.runtime.memcpyAsync",
     "cuda.runtime.memsetAsync",
     "cuda.runtime.eventQuery",
+    "cuda.runtime.eventRecord",
+    "cuda.runtime.streamWaitEvent",
     "cuda.runtime.check_status",
     "cuda.runtime.pointerGetAttributes",
     "cuda.runtime.getDeviceCount",
@@ -238,9 +242,41 @@ def test_pinned_memory_has_the_size_asked_for_and_is_bounded() -> None:
         assert [len(array) for array in taken] == [1000 + step, 70_001, 5]
         for array in taken:
             pool.give(array)
-    assert pool.n_bytes <= 1050 + 70_001 + 5
+    assert pool.n_bytes <= sum(range(1000, 1050)) + 70_001 + 5
     assert sum(cuda_standin._state.pinned.values()) - pool.n_bytes < cuda_standin.ARENA
     assert cuda_standin.counts()["pinned bytes"] <= 50 * 1060 + 70_001 + 5
+
+
+@pytest.mark.parametrize("n_flying", [1, 2, 3, 6])
+def test_pinned_memory_of_buckets_that_take_turns_is_made_once(n_flying: int) -> None:
+    """Freeing it stops the device; buckets have different sizes, and few are on their way at the same time."""
+    from horovod_aps.kernels.memory import PinnedPool
+
+    cuda_standin.reset()
+    pool, made = PinnedPool(cuda_standin.cuda), []
+    for _ in range(4):
+        flying: deque[list[np.ndarray]] = deque()
+        for size in range(10_000, 16_000, 1000):
+            if len(flying) == n_flying:
+                for array in flying.popleft():
+                    pool.give(array)
+            flying.append([pool.take(size) for _ in range(6)])
+        for array in sum(flying, []):
+            pool.give(array)
+        made.append(cuda_standin.counts()["pinned bytes"])
+    assert made[0] == made[-1] > 0
+
+
+def test_pinned_memory_that_nobody_wants_is_given_back(monkeypatch) -> None:
+    from horovod_aps.kernels import memory
+
+    monkeypatch.setattr(memory, "IDLE_TAKES", 10)
+    cuda_standin.reset()
+    pool = memory.PinnedPool(cuda_standin.cuda)
+    pool.give(pool.take(100_000))
+    for _ in range(20):
+        pool.give(pool.take(10))
+    assert pool.n_bytes == 10
 
 
 def test_a_full_device_says_what_to_do() -> None:
@@ -293,3 +329,23 @@ def test_nothing_is_exchanged_while_a_cuda_graph_is_captured(monkeypatch: pytest
     for look in (lambda: for_torch.refuse_capture(gpu), kernels._framework_stream):
         with pytest.raises(ValueError, match="CUDA graph"):
             look()
+
+
+@pytest.mark.parametrize("broken", ["tempfile.NamedTemporaryFile", "os.replace"])
+def test_kernels_that_cannot_be_kept_are_used_all_the_same(broken: str, monkeypatch, tmp_path) -> None:
+    """A full or read-only home: the other ranks would wait for the one that it stops."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(122, "Disk quota exceeded")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(f"horovod_aps.kernels.nvrtc.{broken}", refuse)
+    binding = SimpleNamespace(
+        getVersion=lambda: (1, 0),
+        createProgram=lambda *_: object(),
+        compileProgram=lambda *_: None,
+        getCUBIN=lambda _: b"made",
+        destroyProgram=lambda _: None,
+    )
+    made = nvrtc.cubin(binding, "aps_simulate.cu", "80")
+    assert made == b"made" and not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -7,8 +7,11 @@ gives wrong numbers in some of the seeds.
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
+import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import cuda_standin
@@ -24,6 +27,7 @@ from horovod_aps.kernels import CpuKernels
 from horovod_aps.kernels.cuda import CudaKernels
 from horovod_aps.options import Options
 from horovod_aps.tools.shapes import MODELS
+from horovod_aps.transports.hosts import HostedTransport
 from horovod_aps.transports.local import LocalTransport
 
 SHAPES = ((1,), (7,), (33, 5), (4099,))
@@ -315,3 +319,79 @@ def test_layers_with_owners(options: Options, n_ranks: int, kind: type[Owners]) 
                 assert np.array_equal(ours[rank][layer], theirs[rank][layer])
                 assert np.array_equal(ours[rank][layer], ours[owner][layer])
                 np.testing.assert_allclose(ours[rank][layer], 0.5 * exact, atol=0.6)
+
+
+def test_memory_of_a_bucket_that_ranks_give_up_is_not_used_again_too_early(monkeypatch) -> None:
+    """One rank takes another branch while backward goes on: gradients are still to be copied into that memory."""
+    seen: list[bool] = []
+    end_flight = Exchange._end_flight
+
+    def watched(self: Exchange) -> None:
+        for work in self._flight.works[self._flight.n_agreed :] if self._flight is not None else ():
+            if not work.scanned._over:
+                work.lease.end = lambda work=work: seen.append(work.scanned.done())
+        end_flight(self)
+
+    def goes_on(steps: Any) -> bool:
+        try:
+            return next(steps, None) is not None
+        except ValueError:  # which tensors rank 3 has, and others have not
+            return False
+
+    monkeypatch.setattr(Exchange, "_end_flight", watched)
+    cuda_standin.reset(0)
+    options, shapes = Options(4, 3, bucket_mb=0.002), ((600,),) * 6
+    sides = [OnGpu() for _ in range(4)]
+    ranks = [
+        Exchange(side.kernels, HostedTransport(one, "", host, by_messages=True), options, overlap=True)
+        for side, one, host in zip(sides, LocalTransport.world(4), "aabb")
+    ]
+    tensors = [side.tensors(arrays) for side, arrays in zip(sides, gradients(4, 0, shapes))]
+    for step in range(3):
+        for i in range(6):
+            if step == 2 and i == 5:
+                for _ in range(3000):
+                    cuda_standin.enqueue(FRAMEWORK, lambda: None)
+            for number, (rank, side, mine, arrays) in enumerate(zip(ranks, sides, tensors, gradients(4, step, shapes))):
+                rank.self_driven = True
+                side.backward([mine[i]], [arrays[i]])
+                name = "other" if (step, number, i) == (2, 3, 4) else f"l{i}"
+                address = side.address(mine[i])
+                rank.submit(Layer(name, arrays[i].shape, 0, address, address, 0.25, mine[i]))
+                if step:
+                    rank.look()
+        running = [rank.steps(list(rank._pending.values()) if step == 2 else None) for rank in ranks]
+        for _ in range(4000):
+            running = [steps for steps in running if goes_on(steps)]
+    assert seen and all(seen), "there was none, or one was given back too early"
+    cuda_standin.drain_quietly()
+
+
+def test_pinned_memory_of_transfers_outlives_the_exchange() -> None:
+    """Somebody has dropped it in the middle of a step, and MPI has been told where to receive."""
+    cuda_standin.reset(1)
+    posted: list[weakref.ref[np.ndarray]] = []
+
+    class Stuck(LocalTransport):
+        def transfer(self, outgoing: Any, incoming: Any, tag: int) -> Any:
+            posted.extend(weakref.ref(array) for array in incoming.values())
+            return SimpleNamespace(done=lambda: False)
+
+    sides = [OnGpu(), OnGpu()]
+    ranks = [Exchange(side.kernels, one, Options(4, 3)) for side, one in zip(sides, Stuck.world(2))]
+    held = []
+    for rank, side, arrays in zip(ranks, sides, gradients(2, 0)):
+        rank.self_driven = True
+        held.append(side.tensors(arrays))
+        side.backward(held[-1], arrays)
+        places = [side.address(tensor) for tensor in held[-1]]
+        rank.submit(*(Layer(f"l{i}", x.shape, 0, at, at, 0.5) for i, (x, at) in enumerate(zip(arrays, places))))
+    running = [rank.steps() for rank in ranks]
+    while len(posted) < 2:
+        for steps in running:
+            next(steps)
+    for rank in ranks:
+        rank.close()
+    del ranks, rank, running, steps, sides, side
+    gc.collect()
+    assert all(array() is not None for array in posted)

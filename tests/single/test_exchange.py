@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import gc
+import weakref
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from exchange_oracle import CODES, SIZES, assert_same_bits, expected, make_gradients
+from exchange_oracle import CODES, SIZES, assert_same_bits, expected, hosted_worlds, make_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Format
@@ -18,6 +21,7 @@ from horovod_aps.engine.exchange import MAX_FLYING, MAX_SERIAL, Exchange, local_
 from horovod_aps.engine.layer import Layer
 from horovod_aps.engine.layout import PIECE
 from horovod_aps.engine.reductions.scatter_gather import ScatterGather
+from horovod_aps.errors import LostPeer
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.options import Options
 from horovod_aps.transports.local import LocalTransport
@@ -248,6 +252,128 @@ def test_exchange_refuses_the_same_name_twice():
     exchange.submit(layer)
     with pytest.raises(ValueError, match="'x' was submitted twice"):
         exchange.submit(layer)
+
+
+def test_exchange_is_not_idle_while_a_layer_is_taken_in():
+    """A frontend asks in another thread, in the middle of it."""
+    exchange = Exchange(CpuKernels(), LocalTransport.world(2)[0], Options(4, 3))
+    seen = []
+
+    class Watched(deque):
+        def popleft(self) -> Any:
+            found = super().popleft()
+            seen.append(exchange.is_idle)
+            return found
+
+    exchange._submitted = Watched()
+    exchange.submit(*layers_of({"x": np.ones(3, np.float32)}, {}))
+    exchange._take_in()
+    assert seen == [False]
+
+
+def test_closed_exchange_keeps_the_memory_that_the_network_writes_into():
+    """Somebody has dropped it in the middle of a step. Oracle: weak references to the buffers."""
+
+    class Slow(LocalTransport):
+        def transfer(self, *_: Any) -> Any:
+            return SimpleNamespace(done=lambda: False)
+
+    ranks = [Exchange(CpuKernels(), one, Options(4, 3)) for one in Slow.world(2)]
+    for rank in ranks:
+        rank.self_driven = True
+        rank.submit(*layers_of({"x": np.ones(3000, np.float32)}, {}))
+    running = [rank.steps() for rank in ranks]
+    while not ranks[0]._jobs:
+        for steps in running:
+            next(steps)
+    buffers = [weakref.ref(buffer) for buffer in ranks[0]._jobs[0].work.lease.buffers]
+    pool = weakref.ref(ranks[0]._pool)
+    ranks[0].close()
+    del ranks[0], running, steps, rank
+    gc.collect()
+    assert buffers and all(one() is not None for one in buffers)
+    assert pool() is None, "what the network cannot write into"
+
+
+def test_exchange_takes_what_else_was_handed_in_beside_a_name_twice():
+    """Two threads have handed in the same name, and neither has seen the other's."""
+    exchange = Exchange(CpuKernels(), LocalTransport.world(2)[0], Options(4, 3))
+    ones = {name: np.ones(3, np.float32) for name in "abc"}
+    first, second = layers_of(ones, {}), layers_of(ones, {})
+    exchange._submitted += [first[0], first[1], second[1], first[2]]
+    with pytest.raises(ValueError, match="'b' was submitted twice"):
+        exchange.look()
+    assert [layer.error is None for layer in (*first, second[1])] == [True, False, True, True]
+    exchange._submitted += [second[0]]
+    with pytest.raises(ValueError, match="'a' was submitted twice"):
+        exchange.look()
+    assert set(exchange._pending) == {"a", "b", "c"}
+
+
+def test_exchange_refuses_all_of_a_group_or_nothing():
+    exchange = Exchange(CpuKernels(), LocalTransport.world(2)[0], Options(4, 3))
+    first, second = layers_of({"a": np.ones(3, np.float32), "b": np.ones(3, np.float32)}, {})
+    exchange.submit(second)
+    with pytest.raises(ValueError, match="'b' was submitted twice"):
+        exchange.submit(first, second)
+    exchange.submit(first)
+
+
+@pytest.mark.parametrize("hosts, n_fail", [("ab", 1), ("ab", 2), ("abc", 1), ("aabb", 1)])
+@pytest.mark.parametrize("kernel", ["scan", "encode", "decode"])
+def test_exchange_that_fails_on_a_rank_is_an_error_on_all(hosts, n_fail, kernel):
+    """No layer counts as done, nobody waits, now or in later batches; with new connections all go on."""
+    n_ranks = len(hosts)
+
+    class FailsOnce(CpuKernels):
+        def fail(self, *_: Any, **__: Any) -> None:
+            delattr(self, kernel)
+            raise MemoryError(f"{kernel} has failed")
+
+    def errors_of_waits() -> list[Exception]:
+        """What each rank gets, within a thousand looks."""
+        waits = [exchange.steps() for exchange in exchanges]
+        errors: dict[int, Exception] = {}
+        for _ in range(1000):
+            for rank in set(range(n_ranks)) - set(errors):
+                try:
+                    next(waits[rank])
+                except (MemoryError, LostPeer) as error:
+                    errors[rank] = error
+        return [errors[rank] for rank in range(n_ranks)]
+
+    kernels = [FailsOnce() for _ in range(n_ranks)]
+    exchanges = [Exchange(one, world, Options(4, 3)) for one, world in zip(kernels, hosted_worlds(hosts))]
+    grads = make_gradients([5, 100], n_ranks)
+    wanted, _ = reduce_all(grads, Options(4, 3), exchanges=exchanges)
+    for one in kernels[:n_fail]:
+        setattr(one, kernel, one.fail)
+    for _ in range(2):
+        per_rank = [layers_of(rank, {}) for rank in grads]
+        for exchange, layers in zip(exchanges, per_rank):
+            exchange.submit(*layers)
+        errors = errors_of_waits()
+        assert all(
+            f"MemoryError: {kernel} has failed" in str(error) or isinstance(error, MemoryError) for error in errors
+        )
+        assert all(isinstance(error, LostPeer) for error in errors[n_fail:])
+        assert not any(layer.done for layers in per_rank for layer in layers)
+    exchanges[0].self_driven = False
+    exchanges[0].submit(*layers_of(grads[0], {}))
+    with pytest.raises(LostPeer):
+        exchanges[0].wait()
+    assert not exchanges[0].is_active  # or whoever waits for another one would look at it without end
+    for exchange, layers in zip(exchanges, per_rank):
+        for layer in layers:
+            with pytest.raises(LostPeer, match=f"could not go on: MemoryError: {kernel} has failed"):
+                list(exchange.steps([layer]))
+    for exchange, one, world in zip(exchanges, kernels, hosted_worlds(hosts)):
+        vars(one).pop(kernel, None)  # the first failure may have spared it
+        exchange.connect(world)
+    outs, _ = reduce_all(grads, Options(4, 3), exchanges=exchanges)
+    for out, other in zip(outs, wanted):
+        for name in out:
+            assert_same_bits(out[name], other[name], name)
 
 
 @pytest.mark.parametrize("n_ranks", [2, 3])

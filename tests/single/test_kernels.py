@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import reference
 
+from horovod_aps import config
 from horovod_aps import kernels as K
 from horovod_aps.formats import FloatFormat
 from horovod_aps.kernels import native
@@ -111,10 +112,10 @@ def gradients(rng: np.random.Generator, scale: float) -> list[np.ndarray]:
 
 @pytest.fixture(params=["avx2", "baseline"])
 def instruction_set(request: pytest.FixtureRequest):
-    """Both builds of the loops; on a machine without AVX2 both are the baseline."""
-    K.library().aps_use_avx2(int(request.param == "avx2"))
+    """Both builds of the loops of packed floats; on a machine without AVX2 both are the baseline."""
+    K.library().aps_use_vectors(int(request.param == "avx2"))
     yield request.param
-    K.library().aps_use_avx2(1)
+    K.library().aps_use_vectors(config.vectors())
 
 
 @pytest.fixture(params=[1, 2])
@@ -499,8 +500,8 @@ def test_kernels_take_any_bytes_for_the_same_numbers(fmt: tuple[int, int, int], 
     rng = np.random.default_rng(3)
     inputs = [rng.integers(0, 256, n * sum(fmt[:2]) // 8 + n, np.uint8) for _ in range(3)]
     results = []
-    for avx2 in (1, 0):
-        K.library().aps_use_avx2(avx2)
+    for vectors in (0, 2):
+        K.library().aps_use_vectors(vectors)
         out = np.zeros(n, np.float32)
         segs = table_of([out], fmt)
         segs["exponent"], segs["factor"] = 3, 0.5

@@ -40,6 +40,8 @@ from horovod_aps.options import Options, as_format
         ({"overrides": {3: (4, 3)}}, TypeError, "overrides keys must be name patterns, got 3"),
         ({"overrides": {"w": "fp8"}}, ValueError, "overrides['w'] must be an (e, m) pair or \"float32\", got 'fp8'"),
         ({"overrides": {"w": (0, 3)}}, ValueError, "must be in 1..8, got 0"),
+        ({"auto_candidates": None}, TypeError, "auto_candidates must be a sequence of formats, got None"),
+        ({"auto_candidates": "e4m3"}, TypeError, "auto_candidates must be a sequence of formats, got 'e4m3'"),
         ({"transport": "allreduce", "e": 6}, ValueError, "carries values in float16"),
         ({"transport": "allreduce", "m": 11}, ValueError, "carries values in float16"),
         ({"transport": "allreduce", "error_feedback": True}, ValueError, "does not support error_feedback=True"),

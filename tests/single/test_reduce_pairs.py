@@ -31,7 +31,7 @@ def packed(codes: np.ndarray, width: int) -> np.ndarray:
 def test_every_pair_of_codes_has_the_sum_of_the_portable_loops(bits: tuple[int, int]) -> None:
     """With codes of any size and with small ones only, so that the sums need exponents above and below the inputs'."""
     lib, fmt, rng = K.library(), FloatFormat(*bits), np.random.default_rng(5)
-    if not lib.aps_use_avx2(1):
+    if not lib.aps_use_vectors(2):
         pytest.skip("no AVX2 here")
     width = 1 + sum(bits)
     every = np.arange(1 << width)
@@ -40,8 +40,8 @@ def test_every_pair_of_codes_has_the_sum_of_the_portable_loops(bits: tuple[int, 
     for small in (every, every & ~(1 << (width - 2)), every & (1 << (width - 1) | 1)):
         messages = [packed(small[codes][order], width) for codes in (a, b)]
         found = []
-        for use in (0, 1):
-            lib.aps_use_avx2(use)
+        for vectors in (0, 2):
+            lib.aps_use_vectors(vectors)
             segs, out = np.zeros(1, K.SEGMENT), np.zeros_like(messages[0])
             fmt.describe(segs)
             segs["n"], segs["exponent"] = order.size, 3

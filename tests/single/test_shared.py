@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
+import threading
 
+import numpy as np
+import pytest
+
+from horovod_aps.errors import LostPeer
 from horovod_aps.transports.local import LocalTransport
 from horovod_aps.transports.shared import Channel, SharedTransport
 
@@ -33,6 +37,40 @@ def test_messages_reach_their_channel_only_and_in_order():
     assert [message for rank, message in heard if rank == 0] == [b"ax0", b"ax1", b"ax2"]
     assert [message for rank, message in heard if rank == 1] == [b"bx0", b"bx1", b"bx2"]
     assert c["x"].heard() == c["y"].heard() == []
+
+
+def test_one_that_cannot_go_on_ends_all():
+    """Transfers of another one would meet those that were given up."""
+    a, b = channels(["x", "y"])
+    a["x"].shared.fail("MemoryError: none left")
+    for one in a.values():
+        with pytest.raises(LostPeer, match="this rank could not go on: MemoryError: none left"):
+            one.ready()
+    assert b["y"].ready()
+    for call in (b["y"].heard, b["x"].heard, b["x"].ready):
+        with pytest.raises(LostPeer, match="rank 0 could not go on: MemoryError: none left"):
+            call()
+
+
+def test_a_thread_that_comes_in_between_loses_no_message():
+    """It drives an exchange that is over, or the next one."""
+    a, b = channels(["x"])
+    heard, threads = [], []
+
+    class Mail(dict):
+        def setdefault(self, *args):
+            box = super().setdefault(*args)
+            threads.append(threading.Thread(target=lambda: heard.extend(a["x"].heard())))
+            threads[-1].start()
+            threads[-1].join(0.2)
+            return box
+
+    a["x"].shared._mail = Mail()
+    b["x"].post(b"one")
+    heard += a["x"].heard()
+    for thread in threads:
+        thread.join()
+    assert heard == [(1, b"one")]
 
 
 def test_a_channel_that_is_made_late_hears_what_came_before():

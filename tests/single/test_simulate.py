@@ -698,6 +698,8 @@ def test_emulated_optimizer_delegates_and_rejects():
         EmulatedOptimizer(inner, 0, {"e": 4, "m": 3})
     with pytest.raises(TypeError, match="compressor_options must be a dict"):
         EmulatedOptimizer(inner, 2, (4, 3))
+    with pytest.raises(ValueError, match="must have e and m, lacks m"):
+        EmulatedOptimizer(inner, 2, {"e": 4})
     with pytest.raises(ValueError, match="transport must be 'packed', .* got 'allreduce'"):
         EmulatedOptimizer(inner, 2, {"e": 4, "m": 3, "transport": "allreduce"})
     with pytest.raises(ValueError, match="must name all 4 parameters"):

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import cuda_standin  # noqa: E402
 from cuda_compilers import compile_with_nvrtc  # noqa: E402
 
+from horovod_aps.engine import progress  # noqa: E402
 from horovod_aps.kernels.nvrtc import OPTIONS, source_folder  # noqa: E402
 from horovod_aps.simulate import EmulatedOptimizer, _native, float_quantize, quant_gemm  # noqa: E402
 
@@ -143,7 +144,10 @@ def test_gemm_on_cuda_equals_cpu(as_on_cuda, rows, depth, cols, kahan):
 
 
 def test_emulated_optimizer_on_cuda_equals_cpu(monkeypatch):
-    """Oracle: the same steps by the CPU kernels; all launches are on torch's current stream."""
+    """Oracle: the same steps by the CPU kernels; all launches are on torch's current stream.
+
+    However long a step takes, nobody else may drive the emulated ranks: they share their kernels.
+    """
 
     def train() -> torch.Tensor:
         torch.manual_seed(0)
@@ -154,6 +158,8 @@ def test_emulated_optimizer_on_cuda_equals_cpu(monkeypatch):
         return model.weight.detach()
 
     expected = train()
+    monkeypatch.setattr(progress, "ALONE_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "THREAD_SECONDS", 1e-4)
     monkeypatch.setitem(sys.modules, "cupy", cuda_standin)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())

@@ -65,6 +65,34 @@ def test_large_segments_have_the_codes_of_numpy_around_every_boundary(fmt: Table
         assert np.array_equal(message, fmt.encode_segment(x.astype(np.float64), 0, None))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fmt, scale",
+    [(DynamicTree(), 1.37e-3), (DynamicTree("bitsandbytes"), 3.3333), (Linear(), 1.9999), (StaticTree(), 0.7)],
+    ids=str,
+)
+def test_every_number_has_the_same_code_with_all_instructions(fmt: TableFormat, scale: float) -> None:
+    """All float32 up to the scale, of both signs; beside some that are the scale, so that every piece has it."""
+    lib, most = K.library(), np.full(1 << 17, scale, np.float32)
+    best, end, piece = lib.aps_use_vectors(2), int(most.view(np.uint32)[0]) + 1, 1 << 24
+    if not best:
+        pytest.skip("no AVX2 here")
+    for sign in (0, 1 << 31):
+        for begin in range(0, end, piece):
+            numbers = np.arange(begin, min(begin + piece, end), dtype=np.uint32) | np.uint32(sign)
+            x = np.append(numbers.view(np.float32), most)
+            segs, messages = np.zeros(1, K.SEGMENT), np.zeros((best + 1, fmt.bytes_for(x.size)), np.uint8)
+            fmt.describe(segs)
+            segs["data"], segs["n"] = x.ctypes.data, x.size
+            for vectors in range(1, best + 1):
+                lib.aps_use_vectors(vectors)
+                K.CpuKernels().encode(segs, messages[vectors])
+            at = np.arange(0, numbers.size, 1009)  # the baseline is slow: some
+            codes = fmt.encode_segment(x[np.append(at, -1)].astype(np.float64), 0, None)
+            assert np.array_equal(messages[best], messages[1])
+            assert np.array_equal(messages[best][4:][at], codes[4:-1])
+
+
 @pytest.mark.parametrize(
     "fmt, field, value, words",
     [

@@ -161,6 +161,7 @@ def test_merge_shifts_to_one_axis_and_refuses_foreign_files(tmp_path, capsys):
         ("HOROVOD_APS_TIMELINE", "/no/such/t.json", "HOROVOD_APS_TIMELINE must be a file in a folder that"),
         ("HOROVOD_APS_NUM_THREADS", "0", "HOROVOD_APS_NUM_THREADS must be in 1..1024, got 0"),
         ("HOROVOD_APS_AVX2", "yes", "HOROVOD_APS_AVX2 must be an integer in 0..1, got 'yes'"),
+        ("HOROVOD_APS_AVX512", "2", "HOROVOD_APS_AVX512 must be in 0..1, got 2"),
     ],
 )
 def test_malformed_variables_are_refused(variable, value, text, monkeypatch):
@@ -169,7 +170,8 @@ def test_malformed_variables_are_refused(variable, value, text, monkeypatch):
         "HOROVOD_APS_LOG": config.log_level,
         "HOROVOD_APS_TIMELINE": config.timeline_file,
         "HOROVOD_APS_NUM_THREADS": config.num_threads,
-        "HOROVOD_APS_AVX2": config.use_avx2,
+        "HOROVOD_APS_AVX2": config.vectors,
+        "HOROVOD_APS_AVX512": config.vectors,
     }
     with pytest.raises(ValueError) as caught:
         readers[variable]()

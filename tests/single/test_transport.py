@@ -1,13 +1,18 @@
-"""The transport that needs no network: messages and transfers against what `transports.base` says, by hand."""
+"""The transport that needs no network, by hand against what `transports.base` says; and how MPI's ends."""
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+import weakref
 
 import numpy as np
 import pytest
 
+from horovod_aps.errors import LostPeer
+from horovod_aps.kernels.memory import DeviceArray
+from horovod_aps.transports import mpi
 from horovod_aps.transports.local import LocalTransport
 
 
@@ -122,3 +127,40 @@ def test_ranks_may_run_in_threads_of_their_own():
         sys.setswitchinterval(interval)
     assert n_heard == [n_rounds] * 2 and undone == [0, 0]
     assert not world[0]._board
+
+
+def test_mpi_that_ends_before_ranks_are_joined_is_a_lost_peer(monkeypatch):
+    """Another rank has ended well; the thread that joins them waits for it in MPI, and never comes back."""
+    over = threading.Event()
+    transport = object.__new__(mpi.MpiTransport)
+    transport._error, transport._comm = None, None
+    transport._thread = threading.Thread(target=over.wait, daemon=True)
+    transport._thread.start()
+    assert not transport.ready()
+    monkeypatch.setattr(mpi.usage, "why_over", "Horovod has been shut down")
+    with pytest.raises(LostPeer, match="Horovod has been shut down"):
+        transport.ready()
+    over.set()
+
+
+def test_mpi_sends_device_memory_in_one_piece_if_all_ranks_can():
+    transport = object.__new__(mpi.MpiTransport)
+    transport._piece = [mpi.MAX_MESSAGE, mpi.MAX_EAGER]
+    host, device = np.zeros(200_000, np.uint8), DeviceArray(None, 4096, 200_000, np.uint8)
+    for transport._all_direct, n_pieces in ((False, 4), (True, 1)):
+        assert len(transport._chunks(host, 1)) == 4 and len(transport._chunks(host, 0)) == 1
+        assert [len(piece) for piece in transport._chunks(device, 1)][:-1] == [mpi.MAX_EAGER] * (n_pieces - 1)
+        assert sum(map(len, transport._chunks(device, 1))) == 200_000
+    assert transport._chunks(device[:0], 1) == []
+
+
+def test_mpi_keeps_memory_of_requests_that_nobody_keeps():
+    """An exchange may be dropped while several of them are under way."""
+    array = np.zeros(10, np.uint8)
+    seen = weakref.ref(array)
+    request = mpi._MpiRequest([object()], ({}, {1: array}))
+    del array, request
+    gc.collect()
+    assert seen() is not None
+    mpi._under_way.pop()
+    assert seen() is None and mpi._MpiRequest([], ()).done() and not mpi._under_way

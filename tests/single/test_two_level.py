@@ -5,9 +5,12 @@ Oracle: float32 sums of each host in the order of its ranks, then the NumPy simu
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
+import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,12 +20,16 @@ from exchange_oracle import expected as expected_among
 from exchange_oracle import hosted_exchanges as exchanges
 from reference import Format
 
+from horovod_aps.engine.exchange import Exchange
 from horovod_aps.engine.layer import Layer
 from horovod_aps.engine.layout import shards_among
 from horovod_aps.engine.reductions import two_level
+from horovod_aps.errors import LostPeer
+from horovod_aps.kernels import CpuKernels
 from horovod_aps.options import Options
 from horovod_aps.transports import hosts as hosts_module
-from horovod_aps.transports.hosts import group, why_not
+from horovod_aps.transports.hosts import HostedTransport, group, why_not
+from horovod_aps.transports.local import LocalTransport
 from horovod_aps.transports.memory import WRITTEN, HostMemory, Need, Room
 
 LAYOUTS = [(2, 2), (2, 4), (2, 3), (3, 2), (4, 2)]
@@ -326,3 +333,83 @@ def test_a_resting_rank_wakes_when_all_have_come() -> None:
     sleeper.join(60.0)
     assert not sleeper.is_alive() and rooms[0].heard() == heard + 1
     rooms[0].rest(heard, 600.0)  # it has rung since
+
+
+class _Leaving(LocalTransport):
+    """Of whose ranks some say farewell."""
+
+    left: set[int] = set()
+
+    def gone(self) -> set[int]:
+        return self.left - {self.rank}
+
+
+def _end_of_rank_0(n_looks: int) -> str:
+    """What rank 0 has in the end if the other rank of its host moves on so often, and then leaves."""
+    transports = [HostedTransport(one, "", host) for one, host in zip(_Leaving.world(4), names_of(2, 2))]
+    ranks = [Exchange(CpuKernels(), one, Options(4, 3)) for one in transports]
+    reduce_all(make_gradients((300,), 4), ranks)
+    x, outs = np.ones(300, np.float32), np.zeros((4, 300), np.float32)
+    layers = [Layer("layer0", x.shape, 0, x.ctypes.data, out.ctypes.data, 1.0) for out in outs]
+    for rank, layer in zip(ranks, layers):
+        rank.submit(layer)
+    running = [rank.steps([layer]) for rank, layer in zip(ranks, layers)]
+    while not ranks[1]._jobs:
+        next(running[1])
+        for rank, steps in zip(ranks, running):
+            if not rank._jobs:
+                next(steps)
+    for look in range(1000):
+        if look < n_looks:
+            ranks[1].look()
+        else:
+            _Leaving.left = {1}
+        for rank in ranks[2:]:
+            rank.look()
+        try:
+            ranks[0].look()
+        except LostPeer as error:
+            return str(error)
+        if layers[0].done:
+            np.testing.assert_array_equal(outs[0], 4 * x)
+            return "result"
+    return "waits"
+
+
+def test_rank_that_leaves_in_the_middle_is_missed_by_those_of_its_host(monkeypatch) -> None:
+    """They wait for its flags, not for a message. One that has done its part is not missed."""
+    monkeypatch.setattr(two_level, "PIECE", 64)
+    ends = []
+    for n_looks in range(30):
+        monkeypatch.setattr(_Leaving, "left", set())
+        ends.append(_end_of_rank_0(n_looks))
+    lost = "rank 1 has ended while this rank waits for it"
+    assert ends == sorted(ends, key=[lost, "result"].index) and set(ends) == {lost, "result"}, ends
+
+
+def test_closed_exchange_keeps_the_shared_memory_that_the_network_writes_into() -> None:
+    """Bytes of other hosts arrive right there."""
+    posted: list[weakref.ref[np.ndarray]] = []
+
+    class Slow(LocalTransport):
+        def transfer(self, outgoing, incoming, tag):
+            if sum(map(len, incoming.values())) < 100:  # exponents
+                return super().transfer(outgoing, incoming, tag)
+            posted.extend(map(weakref.ref, incoming.values()))
+            return SimpleNamespace(done=lambda: False, kept=incoming)
+
+    x = np.ones(3000, np.float32)
+    transports = [HostedTransport(one, "", host) for one, host in zip(Slow.world(4), names_of(2, 2))]
+    ranks = [Exchange(CpuKernels(), one, Options(4, 3)) for one in transports]
+    for rank in ranks:
+        rank.self_driven = True
+        rank.submit(Layer("x", x.shape, 0, x.ctypes.data, x.ctypes.data, 1.0, x))
+    running = [rank.steps() for rank in ranks]
+    while len(posted) < 4:
+        for steps in running:
+            next(steps)
+    for rank in ranks:
+        rank.close()
+    del ranks, rank, running, steps, transports
+    gc.collect()
+    assert all(one() is not None and one().max() >= 0 for one in posted)

@@ -1,8 +1,9 @@
 """One rank of tests/test_mixed.py: the last rank is late, or reduces its gradients without APSCompressor.
 
-    mixed_worker.py torch | tape | group | keras
+    mixed_worker.py torch | order | tape | group | keras
 
-With PyTorch it is only late at first, which must do no harm, and then has another compressor. Prints what it saw.
+With PyTorch it is only late at first, which must do no harm, and then has another compressor, or has made one more.
+Prints what it saw.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 LATE_SECONDS = 3.0  # of the last rank, with suspicions after a fraction of it
 
 
-def with_torch() -> None:
+def with_torch(kind: str) -> None:
     """Every operation without a name has the same number on all ranks after the late step, or these would wait."""
     import horovod.torch as hvd
     import torch
@@ -23,9 +24,14 @@ def with_torch() -> None:
     from horovod_aps.torch import APSCompressor, suspicion
 
     suspicion.WARN_SECONDS = suspicion.ASK_SECONDS = LATE_SECONDS / 6
-    suspicion.LOOK_SECONDS = 0.05
+    suspicion.LOOK_SECONDS = 0.05 if kind == "torch" else 0.5
     hvd.init()
     is_last = hvd.rank() == hvd.size() - 1
+    if kind == "order":
+        compressors = [APSCompressor(4, 3) for _ in range(1 + is_last)]
+        model = torch.nn.Linear(20, 30)
+        train(model, make(hvd, model, "order", compressors[-1], None))
+        return
     for kind, groups in (("single", None), ("group", 1)):
         model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Linear(30, 2))
         optimizer = make(hvd, model, kind, APSCompressor(4, 3), groups)
@@ -94,8 +100,8 @@ def with_tensorflow(kind: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "torch":
-        with_torch()
+    if sys.argv[1] in ("torch", "order"):
+        with_torch(sys.argv[1])
     else:
         with_tensorflow(sys.argv[1])
     print("reduced, as if nothing were wrong", flush=True)

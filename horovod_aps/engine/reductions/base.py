@@ -7,6 +7,7 @@ and is resumed when that is done.
 from __future__ import annotations
 
 import copy
+from array import array
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -72,6 +73,8 @@ class Work:
     phase: Phases
     step_number: int
     residuals: Residuals
+    factors: list[float] = field(init=False)
+    """By layer."""
     table: np.ndarray = field(init=False)
     """Segments that point at what is to be encoded, later at where results go; with the agreed exponents."""
     owned: list[Any] = field(default_factory=list)
@@ -96,8 +99,8 @@ class Work:
     def __post_init__(self) -> None:
         self.table = self.bucket.segments.copy()
         self._point_at([layer.source for layer in self.layers])
-        factors = np.array([layer.factor for layer in self.layers])
-        self.table["factor"] = factors[self.bucket.layer_of_segment]
+        self.factors = [layer.factor for layer in self.layers]
+        self.table["factor"] = self.bucket.by_segment(np.array(self.factors))
         self.measured_layers = self.bucket.layer_of_segment
 
     def part(self, bucket: BucketLayout, rows: slice, values: np.ndarray) -> Work:
@@ -141,16 +144,16 @@ class Work:
             tops = np.array([spec.format.top_exponent for spec in self.specs], np.int32)
             exponents[ordinary] = tops[ordinary]
         self.layer_exponents = exponents
-        self.table["exponent"] = exponents[self.bucket.layer_of_segment]
+        self.table["exponent"] = self.bucket.by_segment(exponents)
 
     def _point_at(self, addresses: list[int]) -> None:
-        starts = np.array(addresses, np.uint64)[self.bucket.layer_of_segment]
+        starts = self.bucket.by_segment(np.frombuffer(array("Q", addresses), np.uint64))
         self.table["data"] = starts + self.bucket.byte_of_segment
-        self.table["dtype"] = self.bucket.segments["dtype"]
 
     def point_at_targets(self) -> None:
         """Aim the segments at where the results go."""
         self._point_at([layer.target for layer in self.layers])
+        self.table["dtype"] = self.bucket.segments["dtype"]  # residuals are float32
 
     @property
     def mode(self) -> int:

@@ -173,9 +173,7 @@ class TwoLevel(Reduction):
         work.phase("APS_SCAN")
         yield work.kernels.scan(inner.table, stochastic=inner.bucket.is_stochastic)
         table = self._in_slot(visit, "exponents").view(np.int32).reshape(n_places, -1)
-        mine = np.full(len(work.layers), EXP_ZERO, np.int32)
-        np.maximum.at(mine, inner.bucket.layer_of_segment, inner.table["exponent"])
-        table[self._hosts.place] = mine
+        table[self._hosts.place] = inner.bucket.largest_by_layer(inner.table["exponent"], EXP_ZERO)
         visit.tell(SCANNED)
         yield visit.all_told(SCANNED)
         host = table.max(axis=0)

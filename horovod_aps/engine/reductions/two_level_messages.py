@@ -123,9 +123,8 @@ class TwoLevelByMessages(Reduction):
         inner.add_residuals()
         work.phase("APS_SCAN")
         yield work.kernels.scan(inner.table, stochastic=inner.bucket.is_stochastic)
-        mine = np.full(1 + len(work.layers), EXP_ZERO, np.int32)
-        np.maximum.at(mine[1:], inner.bucket.layer_of_segment, inner.table["exponent"])
-        mine[0] = work.options.stats
+        exponents = inner.bucket.largest_by_layer(inner.table["exponent"], EXP_ZERO)
+        mine = np.insert(exponents, 0, work.options.stats)
         send, transport = mine.astype("<i4").view(np.uint8), work.transport
         received = {rank: np.empty_like(send) for rank in range(transport.size) if rank != transport.rank}
         work.owned += [send, *received.values()]
