@@ -315,7 +315,7 @@ class PackedCompressor(BaseCompressor, Compressor):
         """Have the result of a tensor, or raise why there is none."""
         batch: _Batch = layer.batch
         if batch.group is not None:  # Horovod has waited, but not for a group that has integers as well
-            mpi_ops.synchronize(batch.ticket.handle)
+            batch.ticket.handle()
         batch.ticket.waited_for()
         if batch.suspicion is not None:
             batch.suspicion.end()

@@ -128,12 +128,16 @@ class Suspicion:
         over.set()
 
     def _waiting_threads(self) -> list[int]:
-        """Threads that wait for the ticket inside Horovod."""
+        """Threads that wait for the ticket, inside Horovod or by themselves."""
+        if self._ticket.is_over():
+            return []
         return [thread for thread, frame in sys._current_frames().items() if self._is_waiting(frame)]
 
     def _is_waiting(self, frame: Any) -> bool:
-        return (
-            frame.f_code is mpi_ops.synchronize.__code__
-            and frame.f_locals.get("handle") == self._ticket.handle
-            and not self._ticket.is_over()
-        )
+        while frame is not None:
+            if frame.f_code is mpi_ops.synchronize.__code__ and frame.f_locals.get("handle") == self._ticket.handle:
+                return True
+            if frame.f_code is Ticket.wait.__code__ and frame.f_locals.get("self") is self._ticket:
+                return True
+            frame = frame.f_back
+        return False

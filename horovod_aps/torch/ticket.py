@@ -23,6 +23,24 @@ from horovod_aps.transports.base import Transport
 PRESENT, PACKED, SPEAKS_MPI, COLLECTIVE, N_WORDS = range(5)
 N_LABELS = 8  # tickets of one exchange that may be under way at once
 NUDGE_SECONDS = 0.05  # that the others may be late before they are nudged, and between nudges
+MAX_PAUSE_SECONDS = 1e-3  # between looks while one waits
+
+
+class TicketHandle(int):
+    """Horovod's number of a ticket. Its optimizer calls a handle that can be called, instead of waiting for it.
+
+    Horovod waits by giving up the core again and again. Where threads outnumber cores that costs those that it waits
+    for their turn, on some Linux kernels for many seconds, and Gloo gives up after 30 (docs/reliability.md).
+    """
+
+    ticket: Ticket
+
+    def __call__(self) -> torch.Tensor | None:
+        """What `hvd.synchronize` returns, after a wait that sleeps."""
+        if self not in mpi_ops._handle_map:  # another tensor of the batch has waited
+            return None
+        self.ticket.wait()
+        return mpi_ops.synchronize(self)
 
 
 class Ticket:
@@ -47,9 +65,12 @@ class Ticket:
         self._words = words
         self._over = False
         tensor = torch.from_numpy(words)
-        self.handle: int = mpi_ops.mpi_lib.horovod_torch_allreduce_async_torch_IntTensor(
-            tensor, tensor, 1, label.encode(), mpi_ops.Sum, 1.0, 1.0, process_set_id
+        self.handle = TicketHandle(
+            mpi_ops.mpi_lib.horovod_torch_allreduce_async_torch_IntTensor(
+                tensor, tensor, 1, label.encode(), mpi_ops.Sum, 1.0, 1.0, process_set_id
+            )
         )
+        self.handle.ticket = self
 
     def is_over(self) -> bool:
         """Whether all ranks have answered; never blocks."""
@@ -59,6 +80,12 @@ class Ticket:
             except ValueError:  # Horovod has waited for it and forgotten it
                 self._over = True
         return self._over
+
+    def wait(self) -> None:
+        """Until all ranks have answered; sleeps in between, longer the longer it takes."""
+        begin = time.monotonic()
+        while not self.is_over():
+            time.sleep(min((time.monotonic() - begin) / 8, MAX_PAUSE_SECONDS))
 
     def waited_for(self) -> None:
         """Horovod has waited for it."""
