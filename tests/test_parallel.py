@@ -27,6 +27,7 @@ ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "2",
     "PYTHONFAULTHANDLER": "1",
 }
+GLOO_SECONDS = "120"  # a thread may not get its turn for 30 where ranks outnumber cores (docs/reliability.md)
 HOROVODRUN = Path(sys.executable).parent / "horovodrun"
 TORCH_FILES = (
     "test_torch_optimizer.py",
@@ -119,7 +120,8 @@ def launch(
         *paths,
     ]
     start = time.monotonic()
-    code, output = run(command, limit, {"HOROVOD_APS_TEST_LOG": str(log_dir), **(env or {})})
+    environment = {"HOROVOD_APS_TEST_LOG": str(log_dir), "HOROVOD_GLOO_TIMEOUT_SECONDS": GLOO_SECONDS, **(env or {})}
+    code, output = run(command, limit, environment)
     logs = {rank: _read(log_dir / f"rank{rank}.log") for rank in range(n_ranks)}
     endings = [re.search(r"finished with 0: (\d+) collected, 0 failed", log) for log in logs.values()]
     counts = {match[1] for match in endings if match}

@@ -26,7 +26,7 @@ from horovod_aps.torch import operations, seam
 from horovod_aps.torch.carrier import TorchCarrier
 from horovod_aps.torch.gradient import Gradient
 from horovod_aps.torch.suspicion import Suspicion
-from horovod_aps.torch.ticket import COLLECTIVE, Ticket, TicketOffice
+from horovod_aps.torch.ticket import COLLECTIVE, Ticket, TicketHandle, TicketOffice
 from horovod_aps.transports.collective import LATER, NEVER, NOW, CollectiveTransport
 
 MAX_MET = 256  # groups, as programs may name them as they like
@@ -45,6 +45,7 @@ class _Batch:
     world: Any
     reducer: Reducer
     ticket: Ticket = field(init=False)
+    handle: TicketHandle = field(init=False)
     closed: bool = False
     group: list[Gradient] | None = None
     n_unnamed: int = 0
@@ -167,7 +168,7 @@ class PackedCompressor(BaseCompressor, Compressor):
         if batch.suspicion is not None and group is not None:
             batch.suspicion.note(group)
         self._hand_in(batch, layers)
-        return batch.ticket.handle
+        return batch.handle
 
     def _submit_one(
         self,
@@ -201,7 +202,7 @@ class PackedCompressor(BaseCompressor, Compressor):
             batch.reducer.submit(gradient)
         else:
             self._hand_in(batch, [gradient])
-        return batch.ticket.handle
+        return batch.handle
 
     def _group_label(self, group: str | None) -> str:
         """By name where there is one: the order in which groups fill up may differ between ranks."""
@@ -246,6 +247,7 @@ class PackedCompressor(BaseCompressor, Compressor):
         else:
             assert isinstance(reducer.tickets, TicketOffice)
             batch.ticket = reducer.tickets.open()
+        batch.handle = TicketHandle(batch.ticket)
         place = (process_set_id, batch.members, device, group)
         if batch.size > 1 and place not in self._met and len(self._met) < MAX_MET:
             self._met.add(place)
@@ -315,7 +317,7 @@ class PackedCompressor(BaseCompressor, Compressor):
         """Have the result of a tensor, or raise why there is none."""
         batch: _Batch = layer.batch
         if batch.group is not None:  # Horovod has waited, but not for a group that has integers as well
-            batch.ticket.handle()
+            batch.handle()
         batch.ticket.waited_for()
         if batch.suspicion is not None:
             batch.suspicion.end()

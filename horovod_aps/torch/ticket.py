@@ -33,13 +33,18 @@ class TicketHandle(int):
     for their turn, on some Linux kernels for many seconds, and Gloo gives up after 30 (docs/reliability.md).
     """
 
-    ticket: Ticket
+    _ticket: Ticket
+
+    def __new__(cls, ticket: Ticket) -> TicketHandle:
+        handle = super().__new__(cls, ticket.handle)
+        handle._ticket = ticket
+        return handle
 
     def __call__(self) -> torch.Tensor | None:
         """What `hvd.synchronize` returns, after a wait that sleeps."""
         if self not in mpi_ops._handle_map:  # another tensor of the batch has waited
             return None
-        self.ticket.wait()
+        self._ticket.wait()
         return mpi_ops.synchronize(self)
 
 
@@ -65,12 +70,9 @@ class Ticket:
         self._words = words
         self._over = False
         tensor = torch.from_numpy(words)
-        self.handle = TicketHandle(
-            mpi_ops.mpi_lib.horovod_torch_allreduce_async_torch_IntTensor(
-                tensor, tensor, 1, label.encode(), mpi_ops.Sum, 1.0, 1.0, process_set_id
-            )
+        self.handle: int = mpi_ops.mpi_lib.horovod_torch_allreduce_async_torch_IntTensor(
+            tensor, tensor, 1, label.encode(), mpi_ops.Sum, 1.0, 1.0, process_set_id
         )
-        self.handle.ticket = self
 
     def is_over(self) -> bool:
         """Whether all ranks have answered; never blocks."""

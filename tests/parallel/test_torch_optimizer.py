@@ -7,6 +7,7 @@ ranks' gradients, which every rank can compute, within the error of the format.
 from __future__ import annotations
 
 import copy
+import time
 
 import horovod.torch as hvd
 import numpy as np
@@ -87,6 +88,29 @@ def test_unnamed_collectives_of_the_user_between_backward_and_step():
         optimizer.step()
         hvd.allreduce(mean, compression=other)
         assert everyone.tolist() == list(range(hvd.size()))
+    assert_replicas_equal(model)
+
+
+def test_optimizer_waits_for_a_late_rank_asleep(monkeypatch):
+    """Horovod's own wait gives up the core in a loop, and so is not to be entered before there is an answer."""
+    model = make_model()
+    optimizer = wrap(model, APSCompressor(4, 3))
+    wait, entered = mpi_ops.mpi_lib.horovod_torch_wait_and_clear, []
+
+    def watched(handle: int) -> None:
+        entered.append(mpi_ops.poll(handle))
+        wait(handle)
+
+    for step in range(3):
+        optimizer.zero_grad()
+        if hvd.rank() == 1:
+            time.sleep(0.2)
+        loss_of(model, step, hvd.rank()).backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(mpi_ops.mpi_lib, "horovod_torch_wait_and_clear", watched)
+            optimizer.step()
+    assert entered == [True] * 3
+    assert not mpi_ops._handle_map
     assert_replicas_equal(model)
 
 
