@@ -118,12 +118,12 @@ class Suspicion:
     def _give_up(self, error: type[OtherCompression] | type[OtherOrder]) -> None:
         """Have an error on all ranks: each waits inside Horovod for what will never come, so that has to end."""
         logger.error("%s", error())
+        over = threading.Event()
+        atexit.register(over.wait, END_SECONDS)  # a second shutdown beside the first one would never end
         for thread in self._waiting_threads():
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
         if error is OtherOrder:
             time.sleep(LOOK_SECONDS)  # the other ranks have found it at the same time, and raise the same
-        over = threading.Event()
-        atexit.register(over.wait, END_SECONDS)  # a second shutdown beside the first one would never end
         mpi_ops._basics.shutdown()
         over.set()
 

@@ -79,7 +79,9 @@ class Ticket:
         if not self._over:
             try:
                 self._over = mpi_ops.poll(self.handle)
-            except ValueError:  # Horovod has waited for it and forgotten it
+            except ValueError as error:  # Horovod has waited for it and forgotten it
+                if type(error) is not ValueError:  # of `suspicion`, which comes at any moment
+                    raise
                 self._over = True
         return self._over
 
