@@ -10,6 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from horovod_aps.bench.cases import Case
 from horovod_aps.bench.names import label
 
 LABEL, TITLE = 13, 15  # points; pages show the picture at about half its width
@@ -24,7 +25,11 @@ def plot_cases(results: list[dict[str, Any]], path: Path) -> None:
     """One panel per case: a bar per method with its spread, labelled with the speed-up over Horovod fp32."""
     n_columns = min(2, len(results))
     n_rows = -(-len(results) // n_columns)
-    figure, axes = plt.subplots(n_rows, n_columns, figsize=(6.5 * n_columns, 3.9 * n_rows), squeeze=False)
+    n_bars = [len(result["methods"]) for result in results]
+    heights = [0.9 + 0.36 * max(n_bars[row * n_columns :][:n_columns]) for row in range(n_rows)]  # inches
+    figure, axes = plt.subplots(
+        n_rows, n_columns, figsize=(6.5 * n_columns, sum(heights)), height_ratios=heights, squeeze=False
+    )
     for axis in axes.flat[len(results) :]:
         axis.set_visible(False)
     for axis, result in zip(axes.flat, results, strict=False):
@@ -46,7 +51,7 @@ def plot_cases(results: list[dict[str, Any]], path: Path) -> None:
             if one["over_horovod_fp32"] is not None:
                 axis.text(1e3 * one["high"], k, f"  {one['over_horovod_fp32']:.2f}x", va="center", fontsize=LABEL)
         case = result["case"]
-        axis.set_title(f"{case['work']}, {case['link']}, {case['n_hosts']} hosts, {case['launcher']}", fontsize=TITLE)
+        axis.set_title(str(Case(**case)), fontsize=TITLE)
         axis.set_xlabel("ms per " + ("step" if case["work"] == "step" else "synchronisation"), fontsize=LABEL)
         axis.set_xlim(0, 1.25 * max(1e3 * one["high"] for one in rows))
         axis.tick_params(labelsize=LABEL)

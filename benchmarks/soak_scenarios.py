@@ -8,6 +8,7 @@ batch is cut into buckets and shards, and the oracle need not know what travelle
 
 from __future__ import annotations
 
+import os
 import random
 import time
 import zlib
@@ -19,11 +20,13 @@ import numpy as np
 import torch
 from horovod.torch import mpi_ops
 
-from horovod_aps.engine.exchange import local_allreduce
+from horovod_aps.engine.exchange import Exchange, local_allreduce
 from horovod_aps.engine.layer import Layer
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.options import Options
 from horovod_aps.torch import APSCompressor
+from horovod_aps.transports.hosts import HostedTransport
+from horovod_aps.transports.local import LocalTransport
 
 POOL: list[dict[str, Any]] = [
     {"e": 4, "m": 3},
@@ -71,6 +74,8 @@ class Soak:
         self.n_results = 0
         self.pairs: set[tuple[str, int]] = set()  # of scenario and compressor, that have occurred
         self.alone: list[Any] = []  # a process set for each rank, if process sets are used
+        self.hosts = ""  # a letter for each rank's host, in scenarios where there are several
+        self.hosted: dict[int, Any] = {}  # the compressors of such scenarios
         self._kernels = CpuKernels()
         self._residuals: dict[tuple[int, str], Any] = {}
         self._draws, self._name = 0, ""
@@ -124,11 +129,16 @@ class Soak:
         layers = [
             [Layer(name, x.shape, 0, x.ctypes.data, out.ctypes.data, factor, x)] for x, out in zip(inputs, outputs)
         ]
-        exchanges = self._residuals.get((which, name))
+        exchanges = self._residuals.get((which, name)) or self._emulated_hosts(Options(**options))
         exchanges = local_allreduce(layers, Options(**options), self._kernels, exchanges)
         if "error_feedback" in options:
             self._residuals[which, name] = exchanges
         return outputs[0]
+
+    def _emulated_hosts(self, options: Options) -> list[Exchange] | None:
+        """Emulated ranks on the scenario's hosts, if it has some."""
+        worlds = zip(LocalTransport.world(len(self.hosts)), self.hosts) if self.hosts else ()
+        return [Exchange(self._kernels, HostedTransport(one, "", host), options) for one, host in worlds] or None
 
     def residuals(self) -> dict[Any, list[dict[str, Any]]]:
         """The states of all oracles with error feedback."""
@@ -406,6 +416,39 @@ def crossed_sets(soak: Soak, shared: random.Random) -> None:
     _process_sets(soak, shared, in_turn=False)
 
 
+def two_levels(soak: Soak, shared: random.Random) -> None:
+    """As `orders`, with ranks that count to two hosts: in two levels on 4 ranks, flat where hosts have unequal numbers.
+
+    A metric comes in between. Compressors ask for their host when they first meet, and keep it.
+    """
+    which = shared.choice([i for i, options in enumerate(POOL) if options.get("transport") != "allreduce"])
+    ranks = range(soak.size)
+    soak.hosts = "".join("ab"[rank % 2 if which % 2 else 2 * rank // soak.size] for rank in ranks)
+    os.environ["HOROVOD_APS_HOST"] = soak.hosts[soak.rank]
+    try:
+        if which not in soak.hosted:
+            soak.hosted[which] = hvd.Compression.none if soak.stock else APSCompressor(**POOL[which])
+        compressor = soak.hosted[which]
+        prefix, sizes = soak.sizes("two_levels", which)
+        model = Model(prefix, sizes, compressor)
+        for _ in range(N_STEPS):
+            calls = soak.start(model, which, shared, "some")
+            given = soak.inputs(which, 1025, ranks)
+            wanted = soak.reduced(which, "soak.hosted", given, 1.0 / soak.size)
+            soak.call(calls)
+            result = hvd.allreduce(
+                torch.from_numpy(given[soak.rank].copy()), name="soak.hosted", compression=compressor
+            )
+            soak.check(result, wanted, "metric")
+            soak.finish(model)
+        even = soak.size > 2 and soak.hosts.count("a") == soak.hosts.count("b")
+        if not soak.stock and even != compressor.stats()["hierarchy"].startswith("two-level"):
+            raise Difference(f"hosts {soak.hosts}: the way is {compressor.stats()['hierarchy']}")
+    finally:
+        soak.hosts = ""
+        del os.environ["HOROVOD_APS_HOST"]
+
+
 SCENARIOS: dict[str, Callable[[Soak, random.Random], None]] = {
     scenario.__name__: scenario
     for scenario in (
@@ -419,5 +462,6 @@ SCENARIOS: dict[str, Callable[[Soak, random.Random], None]] = {
         unnamed,
         process_sets,
         crossed_sets,
+        two_levels,
     )
 }

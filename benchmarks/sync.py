@@ -51,10 +51,11 @@ def table(result: dict[str, Any]) -> str:
     case = Case(**result["case"])
     n_rounds = min(len(one["seconds"]) for one in result["methods"].values())
     per = "step" if case.work == "step" else "synchronisation"
+    rounds = "rounds" if result["in_a_row"] == 1 else f"rounds of {result['in_a_row']} in a row"
     lines = [
         f"### {case}",
         "",
-        f"{result['n_elements'] / 1e6:.2f} M elements, {n_rounds} rounds or more; "
+        f"{result['n_elements'] / 1e6:.2f} M elements, at least {n_rounds} {rounds}; "
         f"time is the median per {per} (fastest to slowest)",
         "",
         "| method | time, ms | MB per host | over fp32 | over fp16 | share of the wire | relative error |",
@@ -149,6 +150,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--ddp", action="store_true", help="compare what a user of DDP chooses among, over Gloo")
     parser.add_argument("--scaling", action="store_true", help="cost per rank as hosts go 2, 4, 8")
+    parser.add_argument(
+        "--in-a-row", type=int, default=1, help="synchronisations between two barriers; a training loop has none (1)"
+    )
     parser.add_argument("--budget", type=float, default=20.0, help="seconds of timing per launch (20)")
     parser.add_argument("--min-rounds", type=int, default=5)
     parser.add_argument("--max-rounds", type=int, default=50)
@@ -161,7 +165,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     arguments = parse_arguments()
     cases = choose_cases(arguments)
-    names = ("budget", "min_rounds", "max_rounds", "pin", "timeout")
+    names = ("budget", "min_rounds", "max_rounds", "pin", "timeout", "in_a_row")
     settings = Settings(**{name: getattr(arguments, name) for name in names})
     name = "scaling" if arguments.scaling else "sync"
     arguments.out.mkdir(parents=True, exist_ok=True)

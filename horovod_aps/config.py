@@ -11,6 +11,7 @@ HOROVOD_APS_STUDY_METHOD  set by `horovod-aps study` for the script that it runs
 """
 
 import os
+import re
 from pathlib import Path
 
 VARIABLES = {
@@ -151,6 +152,45 @@ def mpi_size() -> int:
         if os.environ.get(name, "").isdecimal():
             return int(os.environ[name])
     return int(os.environ.get("SLURM_STEP_NUM_TASKS", "0")) if "PMIX_RANK" in os.environ else 0
+
+
+def is_elastic() -> bool:
+    """Whether Horovod's launcher has started an elastic job, which goes on after errors with those that are left."""
+    return os.environ.get("HOROVOD_ELASTIC", "0") not in ("", "0")
+
+
+def local_size() -> int:
+    """How many ranks Open MPI's launcher has started on this host, or Slurm's by `srun --mpi=pmix`; 0 if neither."""
+    found = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "")
+    if found.isdecimal():
+        return int(found)
+    return _slurm_tasks() if "PMIX_RANK" in os.environ and _is_slurm_step() else 0
+
+
+def slurm_cores() -> int:
+    """The cores of this host that Slurm has given to the step whose ranks it has started; 0 if it has not."""
+    found = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    return int(found) if found.isdecimal() and _is_slurm_step() else 0
+
+
+def _is_slurm_step() -> bool:
+    """Whether srun has started the ranks themselves, and not what has."""
+    return "SLURM_STEP_NUM_TASKS" in os.environ and "OMPI_COMM_WORLD_LOCAL_SIZE" not in os.environ
+
+
+def _slurm_tasks() -> int:
+    """Tasks of this step on this node, from a list by node such as "4(x2),3"; 0 if that cannot be read."""
+    node, counts = os.environ.get("SLURM_NODEID", ""), os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip()) for part in counts.split(",")]
+    known = [part for part in parts if part]
+    if node.isdecimal() and len(known) == len(parts):
+        n_nodes = 0  # that the parts up to here tell of
+        for part in known:
+            n_nodes += int(part[2] or 1)
+            if int(node) < n_nodes:
+                return int(part[1])
+    usual = os.environ.get("SLURM_NTASKS_PER_NODE", "")
+    return int(usual) if usual.isdecimal() else 0
 
 
 def launcher_rank() -> str | None:

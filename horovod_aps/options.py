@@ -195,6 +195,11 @@ class Options:
                 f'{self.who}: transport="allreduce" carries values in float16, so e must be in 1..5 and m in '
                 f"0..10, got e={self.e}, m={self.m}"
             )
+        if self.hierarchy == "two-level":
+            raise ValueError(
+                f'{self.who}: transport="allreduce" leaves the way between hosts to Horovod, so hierarchy must be '
+                f'"auto" or "flat", got "two-level"; use transport="packed"'
+            )
         for name, default in (
             ("accumulate", "float32"),
             ("error_feedback", False),

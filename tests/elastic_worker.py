@@ -1,13 +1,14 @@
 """One worker of the elastic tests: trains, kills one worker, has another one added, and writes down what it saw.
 
 `python tests/elastic_worker.py torch|tensorflow <folder>`; the folder has `hosts`, which the discovery script prints.
-The worker on the host (or of the rank) `victim` kills itself with SIGKILL at step KILL_AT, once; rank 0 adds the host
-`late` at ADD_AT.
+The workers on the host (or the one of the rank) `victim` kill themselves with SIGKILL at step KILL_AT; rank 0 adds the
+host `late` with its `slots` at ADD_AT. Names of this machine count as hosts, so that layouts with several come and go.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -19,12 +20,13 @@ from typing import Any
 KILL_AT, ADD_AT, STEPS_AFTER = 4, 8, 4
 FRAMEWORK, FOLDER = sys.argv[1], Path(sys.argv[2])
 PLAN = json.loads((FOLDER / "plan.json").read_text())
-HOST = os.environ["HOROVOD_HOSTNAME"]
+HOST = os.environ["HOROVOD_APS_HOST"] = os.environ["HOROVOD_HOSTNAME"]
 
 
 def record(hvd: Any, state: Any, total: float, weights: bytes, compressor: Any) -> None:
     """A line in this worker's own log."""
     exchanges = sorted({(len(key.members), hvd.rank()) for key in compressor._reducers})
+    residuals = compressor.state_dict()["residuals"]
     line = {
         "step": state.step,
         "size": hvd.size(),
@@ -33,7 +35,8 @@ def record(hvd: Any, state: Any, total: float, weights: bytes, compressor: Any) 
         "total": total,
         "checksum": zlib.crc32(weights),
         "exchanges": exchanges,
-        "residuals": len(compressor.state_dict()["residuals"]),
+        "residuals": sum(math.prod(values.shape) for values in residuals.values()),
+        "way": compressor.stats()["hierarchy"],
         "bytes": compressor.stats()["bytes_sent"],
         "pid": os.getpid(),
         "time": time.time(),
@@ -44,13 +47,14 @@ def record(hvd: Any, state: Any, total: float, weights: bytes, compressor: Any) 
 
 def events(hvd: Any, state: Any) -> None:
     """What happens to the job, at steps that all workers count alike."""
-    if state.step == KILL_AT and not (FOLDER / "killed").exists() and PLAN["victim"] in (HOST, hvd.rank()):
+    is_victim = PLAN["victim"] == HOST or (PLAN["victim"] == hvd.rank() and not (FOLDER / "killed").exists())
+    if state.step == KILL_AT and is_victim:
         (FOLDER / "killed").write_text(HOST)
         os.kill(os.getpid(), signal.SIGKILL)
     if state.step == ADD_AT and hvd.rank() == 0:
         hosts = (FOLDER / "hosts").read_text()
         if PLAN["late"] not in hosts:
-            (FOLDER / "hosts.new").write_text(hosts + f"{PLAN['late']}:1\n")
+            (FOLDER / "hosts.new").write_text(hosts + f"{PLAN['late']}:{PLAN['slots']}\n")
             (FOLDER / "hosts.new").rename(FOLDER / "hosts")
 
 

@@ -1,7 +1,8 @@
 """Elastic jobs under `horovodrun --host-discovery-script`: a worker is killed, another one is added, training goes on.
 
 Oracles: the sum of ones over all ranks, which is the world size; checksums of the weights, which must be the same on
-all ranks of a step; and the log of every worker. All "hosts" are names of this machine.
+all ranks of a step; the elements that residuals must have; and the log of every worker. All "hosts" are names of this
+machine.
 """
 
 from __future__ import annotations
@@ -57,14 +58,16 @@ def start(framework: str, folder: Path, hosts: dict[str, int], plan: dict, n_wor
     for row in rows:
         assert row["total"] == row["size"], story  # the sum of ones over all ranks
         worlds[row["step"], row["size"]].append(row)
-        # nothing of an old world is kept, but the residuals of all layers (parameters and the sum) are
         assert [tuple(key) for key in row["exchanges"]] == [(row["size"], row["rank"])], story
-        assert row["residuals"] == (5 if framework == "torch" else 3), story
     for pid in {row["pid"] for row in rows}:  # a worker that goes on keeps its statistics
         sent = [row["bytes"] for row in rows if row["pid"] == pid]
         assert sent[0] > 0 and sent == sorted(set(sent)), story
     for (step, size), world in worlds.items():
         assert len({row["checksum"] for row in world}) == 1, f"replicas differ at step {step} of {size}\n{story}"
+        # Residuals of all layers (parameters and the sum), once per rank or per host, and nothing of another layout.
+        once = size if world[0]["way"].startswith("flat") else len({row["host"] for row in world})
+        n_elements = 20 * 50 + 50 + 1000 + (50 + 1 if framework == "torch" else 0)
+        assert len(world) == size and sum(row["residuals"] for row in world) == once * n_elements, story
     steps = [row["step"] for row in rows if row["rank"] == 0]
     assert steps == sorted(steps) and len(set(steps)) == steps[-1], story  # none lost, none counted twice
     return story, rows
@@ -80,19 +83,19 @@ def for_both(check: Callable[[str, Path], None], folder: Path) -> None:
             done.result()
 
 
-def test_killed_worker_and_added_worker(tmp_path):
-    """3 workers, then 2 after a kill -9, then 3 again with one on a new host."""
+def test_killed_host_and_added_host(tmp_path):
+    """2 workers on each of 2 hosts, then one host after a kill -9, then 2 again: two levels, flat, two levels."""
     victim, late = "127.0.0.1", socket.gethostname()
+    plan = {"victim": victim, "late": late, "slots": 2, "size": 4}
 
     def check(framework: str, folder: Path) -> None:
-        story, rows = start(
-            framework, folder, {"localhost": 2, victim: 1}, {"victim": victim, "late": late, "size": 3}, 3
-        )
-        sizes = []
+        story, rows = start(framework, folder, {"localhost": 2, victim: 2}, plan, 4)
+        ways = []
         for row in rows:
-            if row["rank"] == 0 and (not sizes or sizes[-1] != row["size"]):
-                sizes.append(row["size"])
-        assert sizes == [3, 2, 3], story
+            if row["rank"] == 0 and (not ways or ways[-1] != (row["size"], row["way"])):
+                ways.append((row["size"], row["way"]))
+        two_levels = (4, "two-level (2 hosts with 2 ranks)")
+        assert ways == [two_levels, (2, "flat (all ranks are on one host)"), two_levels], story
         assert {row["host"] for row in rows if row["step"] == rows[-1]["step"]} == {"localhost", late}, story
         assert not any(row["host"] == victim and row["step"] > 4 for row in rows), story
 
@@ -105,7 +108,7 @@ def test_killed_worker_is_replaced_at_once(tmp_path):
     hosts = {"localhost": 1, "127.0.0.1": 1, socket.gethostname(): 1}  # two of them at a time, in any order
 
     def check(framework: str, folder: Path) -> None:
-        story, rows = start(framework, folder, hosts, {"victim": 1, "late": "localhost", "size": 2}, 2)
+        story, rows = start(framework, folder, hosts, {"victim": 1, "late": "localhost", "slots": 1, "size": 2}, 2)
         victim = (folder / "killed").read_text()
         before = {row["host"] for row in rows if row["step"] <= 4}
         after = {row["host"] for row in rows if row["step"] > 5}

@@ -148,6 +148,12 @@ def test_two_levels(kind, framework, tmp_path):
     launch(kind, 4, files, tmp_path, keyword="" if flat_too else "two_level")
 
 
+@pytest.mark.slow
+def test_two_levels_on_three_hosts(tmp_path):
+    """Six ranks: hosts scatter, reduce and gather, where two swap; test_faults.py compares some of that, too."""
+    launch("mpirun", 6, ["test_torch_two_level.py"], tmp_path, keyword="emulation")
+
+
 @pytest.mark.parametrize("kind, n_ranks", [("mpirun", 2), ("mpirun", 3), ("gloo", 2)])
 def test_torch(kind, n_ranks, tmp_path):
     """MPI is started by Horovod on two ranks, and by mpi4py on three: then it outlives `hvd.shutdown()`."""
@@ -159,8 +165,8 @@ def test_torch_three_ranks_over_gloo(tmp_path):
     launch("gloo", 3, TORCH_FILES[:2], tmp_path, keyword="many_steps or equals_simulation or hook_order")
 
 
-def test_torch_one_rank(tmp_path):
-    launch("mpirun", 1, ["test_torch_one_rank.py"], tmp_path)
+def test_one_rank(tmp_path):
+    launch("mpirun", 1, ["test_torch_one_rank.py", "test_tensorflow_one_rank.py"], tmp_path)
 
 
 @pytest.mark.slow

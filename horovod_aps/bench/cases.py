@@ -47,6 +47,8 @@ class Settings:
     """Whether each host gets cores of its own."""
     timeout: float = 900.0
     """Seconds for one launch."""
+    in_a_row: int = 1
+    """Synchronisations between two barriers: 1 times each by itself, more as a training loop has them."""
 
 
 def parse_link(link: str) -> tuple[str, float]:
@@ -88,6 +90,7 @@ def _run_workers(case: Case, methods: list[str], cluster: Cluster, settings: Set
             "budget": settings.budget,
             "min_rounds": settings.min_rounds,
             "max_rounds": settings.max_rounds,
+            "in_a_row": settings.in_a_row,
             "byte_rounds": 2,
             "interface": None if cluster.is_local else "eth0",
             "result": str(result_path),

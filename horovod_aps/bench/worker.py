@@ -11,6 +11,8 @@ import statistics
 import sys
 import time
 import zlib
+from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -71,6 +73,12 @@ class World:
             dist.destroy_process_group()  # without it Gloo's threads now and then abort the process at its end
 
 
+def _seconds_of(action: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
 class Bench:
     """All methods on one work, with what is needed to run each once."""
 
@@ -78,6 +86,7 @@ class Bench:
         self.world = world
         self.work: str = config["work"]
         self.is_step = self.work == "step"
+        self.in_a_row: int = config["in_a_row"]
         if self.is_step:
             self.batches = list(islice(digits_batches(world.rank, world.size), 50))
             self.methods = {name: make_method(name, self._net()) for name in config["methods"]}
@@ -95,22 +104,23 @@ class Bench:
         return DigitsNet()
 
     def run(self, method: Method) -> float:
-        """One synchronisation or step of a method, from a common start; returns this rank's seconds."""
+        """Some synchronisations or steps of a method in a row, from a common start; this rank's seconds for one."""
+        action = self._next(method)
+        self.world.barrier()
+        seconds = _seconds_of(action)
+        for _ in range(self.in_a_row - 1):
+            seconds += _seconds_of(self._next(method))
+        return seconds / self.in_a_row
+
+    def _next(self, method: Method) -> Callable[[], Any]:
+        """Prepare a synchronisation or a step, and return what does it."""
         if self.is_step:
             position = self._position[method.name]
             self._position[method.name] += 1
-            batch = self.batches[position % len(self.batches)]
-            self.world.barrier()
-            start = time.perf_counter()
-            method.step(batch)
-            return time.perf_counter() - start
+            return partial(method.step, self.batches[position % len(self.batches)])
         method.clear()
         self.source.refresh()
-        loss = method.model(None)
-        self.world.barrier()
-        start = time.perf_counter()
-        method.synchronise(loss)
-        return time.perf_counter() - start
+        return partial(method.synchronise, method.model(None))
 
     def check(self, method: Method) -> dict[str, Any]:
         """Relative error against the exact mean, averaged over layers; whether ranks agree bit for bit."""
@@ -180,6 +190,7 @@ def measure(world: World, bench: Bench, config: dict[str, Any]) -> dict[str, Any
     def count() -> int | None:
         return interface_bytes(config["interface"]) if config["interface"] else None
 
+    n_synchronisations = config["byte_rounds"] * config["in_a_row"]
     results = {}
     for method in methods:
         world.barrier()
@@ -188,7 +199,7 @@ def measure(world: World, bench: Bench, config: dict[str, Any]) -> dict[str, Any
             bench.run(method)
         world.barrier()
         after = count()
-        sent = None if before is None or after is None else (after - before) / config["byte_rounds"]
+        sent = None if before is None or after is None else (after - before) / n_synchronisations
         sent_by_rank = world.gather(sent)
         results[method.name] = {
             # A synchronisation is over when the last rank has its gradients.
@@ -196,7 +207,7 @@ def measure(world: World, bench: Bench, config: dict[str, Any]) -> dict[str, Any
             "bytes_by_rank": None if sent is None else sent_by_rank,
             **bench.check(method),
         }
-    return {"n_elements": bench.n_elements, "n_ranks": world.size, "methods": results}
+    return {"n_elements": bench.n_elements, "n_ranks": world.size, "in_a_row": bench.in_a_row, "methods": results}
 
 
 def main() -> None:

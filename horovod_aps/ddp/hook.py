@@ -15,6 +15,8 @@ from torch.futures import Future
 
 from horovod_aps.ddp.driver import Step
 from horovod_aps.ddp.state import PackedState
+from horovod_aps.errors import LostPeer, for_users
+from horovod_aps.frontends.checks import refuse_alone
 from horovod_aps.frontends.tensors import DTYPE_CODES
 from horovod_aps.kernels import for_torch
 
@@ -29,6 +31,7 @@ def aps_hook(state: PackedState, bucket: dist.GradBucket) -> Future[Tensor]:
     group, buffer = state.group_of(bucket), bucket.buffer()
     future: Future[Tensor]
     if dist.get_world_size(group) == 1:
+        refuse_alone(state._options)
         future = Future()
         future.set_result(buffer)
         return future
@@ -60,5 +63,7 @@ def _finish(state: PackedState, steps: list[Step]) -> None:
     for step in steps:
         step.over.wait()
         if step.error is not None:
+            if isinstance(step.error, LostPeer):
+                raise for_users(step.error, state._options.who, LostPeer) from None
             raise step.error
     state.after_step()

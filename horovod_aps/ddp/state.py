@@ -28,9 +28,10 @@ from horovod_aps.kernels import for_torch
 class PackedState(BaseCompressor):
     """State of `aps_hook`, one per model: `model.register_comm_hook(PackedState("e4m3"), aps_hook)`.
 
-    With two ranks every value is rounded once, with more of them twice; the sum is formed in float32 and averaged. All
-    ranks get the same bits. A layer in which any rank has NaN or Inf becomes NaN as a whole, on all ranks. A step that
-    fails raises on every rank, a ValueError if ranks have different options; its gradients are not to be used.
+    With two ranks every value is rounded once, with more of them twice; in two levels (`hierarchy`)
+    hosts count instead of ranks. The sum is formed in float32 and averaged. All ranks get the same bits. A layer in
+    which any rank has NaN or Inf becomes NaN as a whole, on all ranks. A step that fails raises on every rank, a
+    ValueError if ranks have different options; its gradients are not to be used.
 
     `torch.save` keeps options, residuals and the position in schedules, and no process group.
     """

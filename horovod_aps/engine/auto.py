@@ -89,7 +89,7 @@ class AutoChooser:
     def proposal(self, n_ranks: int) -> bytes:
         """This rank's choice: the index of the smallest sufficient candidate per layer.
 
-        More than two ranks round twice, and the squares of the two errors add up.
+        More than two ranks round twice, and the squares of the two errors add up. In two levels hosts round, not ranks.
         """
         choice = {}
         for name, errors in self._errors.items():

@@ -10,17 +10,17 @@ the process moving (`progress`).
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
-from horovod_aps import timeline
+from horovod_aps import cores, timeline
 from horovod_aps.engine import agreement, progress
 from horovod_aps.engine.auto import AutoChooser, format_table
 from horovod_aps.engine.control import CHOICE, HEADER, TALK, Header, Rounds, factors_digest, shared_exponents
@@ -32,7 +32,7 @@ from horovod_aps.engine.pool import Lease, Pool
 from horovod_aps.engine.reductions import ChooseReduction
 from horovod_aps.engine.reductions.base import N_TAGS, Reduction, Work
 from horovod_aps.engine.statistics import Statistics
-from horovod_aps.errors import LostPeer, cannot_go_on, named
+from horovod_aps.errors import LostPeer, OutOfSharedMemory, cannot_go_on, failure_of, named
 from horovod_aps.kernels import EXP_ZERO
 from horovod_aps.log import logger, trace
 from horovod_aps.options import Options
@@ -44,7 +44,7 @@ MAX_PLANS = 64  # batches remembered; an older one is talked about anew when it 
 LOOK_SECONDS = 500e-6  # between looks from within backward
 MAX_FLYING = 256  # buckets on their way at the same time; looking at all of them takes time
 MAX_SERIAL = 4096  # after so many buckets tags are used again
-N_CORES = os.cpu_count() or 1  # asking takes longer than many a kernel
+CORES = cores.count()
 _NONE = np.zeros(0, np.int32)
 
 
@@ -86,7 +86,7 @@ class Exchange:
         self.statistics = Statistics()
         self.step_number = 0
         self.gate: Callable[[], bool] | None = None
-        """If set, nothing new starts before it returns True; for a frontend that first asks who is there."""
+        """If set, no bucket is spoken of before it returns True; for a frontend that first asks who is there."""
         self.any_thread = True
         """Whether the progress thread may launch its kernels."""
         self.is_active = False
@@ -102,13 +102,12 @@ class Exchange:
         self._lock = threading.RLock()
         self._next_look = 0.0
         self._loaded: tuple[dict[str, Any], Lender | None] | None = None
-        self._submitted: deque[Layer] = deque()  # handed in, perhaps by another thread, and not looked at
-        self._new: set[str] = set()  # their names
+        self._submitted: dict[str, Layer] = {}  # handed in, perhaps by another thread, and not looked at
         self._plans: OrderedDict[str, Plan] = OrderedDict()
         self._start_over()
         self._serial = 0  # of the next bucket that is agreed on
         self._nudged = 0  # the ticket that others wait for
-        self._broken = ""  # why it cannot go on with these ranks
+        self._broken: Callable[[], LostPeer] | None = None  # if it cannot go on with these ranks
         self.n_talks = 0
         self.tickets: Tickets | None = None
         """Where the frontend asks other ranks to come, if it does."""
@@ -141,7 +140,7 @@ class Exchange:
             self.network, self.transport = transport, self.kernels.reach(transport)
             self._rounds = Rounds(transport.rank, transport.size)
             self._serial = self._nudged = 0
-            self._broken = ""
+            self._broken = None
 
     @property
     def is_idle(self) -> bool:
@@ -158,13 +157,13 @@ class Exchange:
     def is_crowded(self) -> bool:
         """Whether the ranks of this host, with Horovod's threads, outnumber its cores."""
         hosts = self._hosts
-        return hosts is not None and 2 * len(hosts.ranks[hosts.host]) > N_CORES
+        return hosts is not None and CORES.are_few(2, len(hosts.ranks[hosts.host]))
 
     @property
     def is_near(self) -> bool:
         """Whether all ranks are on this host, which has a core for each: answers come within microseconds."""
         hosts = self._hosts
-        return hosts is not None and len(hosts.ranks) == 1 and len(hosts.ranks[0]) <= N_CORES
+        return hosts is not None and len(hosts.ranks) == 1 and not CORES.are_few(1, len(hosts.ranks[0]))
 
     @property
     def room(self) -> Room | None:
@@ -203,59 +202,62 @@ class Exchange:
 
     def submit(self, *layers: Layer) -> None:
         """Hand in gradients; full buckets of a known batch start on their way soon. Never blocks."""
-        new, pending = self._new, self._pending
-        for layer in layers:
-            name = layer.name
-            if name in new or name in pending:
-                new.difference_update(one.name for one in layers[: layers.index(layer)])  # all of a group, or nothing
+        submitted, pending = self._submitted, self._pending
+        for layer in layers:  # all of a group, or nothing
+            if layer.name in submitted or layer.name in pending:
                 raise _twice(layer)
-            new.add(name)
-        self._submitted += layers
+        for layer in layers:
+            if submitted.setdefault(layer.name, layer) is not layer:  # another of the group, or of this very moment
+                for other in layers[: layers.index(layer)]:
+                    submitted.pop(other.name, None)
+                raise _twice(layer)
         if self.self_driven:
             return
         if time.perf_counter() >= self._next_look:
-            self._look_in_passing()
+            self.look_in_passing()
         if not self.is_active:
             progress.add(self)
 
-    def _look_in_passing(self) -> None:
-        """Move on what is on its way, unless another thread does."""
+    def look_in_passing(self) -> None:
+        """Move on what is on its way, unless another thread does; an error goes to whoever waits for results."""
         if not self._lock.acquire(blocking=False):
             return
         try:
             if self._jobs or self._flight is None or self._flight.may_start(len(self._submitted)):
-                self._take_in()
-                if self._jobs or (self._flight is not None and self._flight.may_start(0)):
-                    try:
-                        self._advance()
-                    except Exception as error:  # whoever waits for results gets it, at the same place on all ranks
-                        self._fail(error)
+                with self.context():
+                    self._take_in()
+                    if self._jobs or (self._flight is not None and self._flight.may_start(0)):
+                        try:
+                            self._advance()
+                        except Exception as error:  # they wait at the same place on all ranks
+                            self._fail(error)
         finally:
             self._next_look = time.perf_counter() + LOOK_SECONDS
             self._lock.release()
 
-    def _take_in(self) -> None:
-        """Note what was handed in."""
+    def _take_in(self) -> ValueError | None:
+        """Note what was handed in; returns what is wrong with a layer of it, which has that as its error already."""
         submitted, pending = self._submitted, self._pending
         if not submitted:
-            return
-        taken = list(submitted)
-        n, named = len(taken), {layer.name: layer for layer in taken}
-        self._new.difference_update(named)
+            return None
+        taken = submitted.copy()
         twice = None
-        if len(named) < len(taken) or not pending.keys().isdisjoint(named):  # by threads that do not see each other
-            refused = [layer for layer in taken if layer.name in pending or named[layer.name] is not layer]
-            taken = [layer for layer in taken if layer not in refused]
-            named = {layer.name: layer for layer in taken}
-            twice = [_twice(layer) for layer in refused][0]
-        pending.update(named)
-        for _ in range(n):  # not before they are pending: `is_idle` must find them here or there
-            submitted.popleft()
+        if not pending.keys().isdisjoint(taken):  # by threads that do not see each other
+            for name in pending.keys() & taken.keys():
+                twice = _twice(taken.pop(name))
+                del submitted[name]
+        pending.update(taken)
+        for name in taken:  # not before they are pending: `is_idle` must find them here or there
+            submitted.pop(name, None)
         if self._flight is not None:
             self._flight.arrive(taken)
         elif taken:
             self._guess()
-        if twice is not None:
+        return twice
+
+    def _take_in_or_raise(self) -> None:
+        """For whoever may get an error of a layer that is perhaps not its own."""
+        if (twice := self._take_in()) is not None:
             raise twice
 
     def _guess(self) -> None:
@@ -263,7 +265,7 @@ class Exchange:
         if self._overlap and self._pending and self._may_board():
             plan = self._plan_with(next(iter(self._pending)))
             if plan is not None:
-                self._flight = Flight.of(plan, self._pending.values())
+                self._flight = Flight.of(plan, self._pending)
 
     def look(self) -> bool:
         """Move on what is on its way and start what may start; True if anything moved. For a frontend's own thread."""
@@ -293,7 +295,7 @@ class Exchange:
     def steps(self, layers: Sequence[Layer] | None = None) -> Generator[bool, None, None]:
         """`wait` in steps that never block, for a caller that drives several exchanges at once."""
         with self._lock:
-            self._take_in()
+            self._take_in_or_raise()
             wanted = self._held() if layers is None else list(layers)
         while True:
             with self._lock:
@@ -315,7 +317,7 @@ class Exchange:
 
     def _move_on(self) -> bool:
         try:
-            self._take_in()
+            self._take_in_or_raise()
             return self._advance()
         except LostPeer as error:
             self._fail(error)
@@ -341,9 +343,7 @@ class Exchange:
             with self.context():
                 self._take_in()
                 if not launch:
-                    if self.transport is not None and self.transport.ready():
-                        self.listen()
-                    return False
+                    return self._step(lambda _: self.listen())
                 moved = self._advance()
                 if self.transport is not None and (asked := self._rounds.asked):
                     moved |= self._answer(asked, impatient)
@@ -378,8 +378,8 @@ class Exchange:
         return {spec.shown for plan in self._plans.values() for spec in plan.specs}
 
     @property
-    def residuals(self) -> dict[str, Any]:
-        """What rounding has lost, by layer."""
+    def residuals(self) -> Mapping[str, Any]:
+        """What rounding has lost, by layer; parts of one as "name[first:last]"."""
         return self._residuals.arrays
 
     @property
@@ -440,7 +440,6 @@ class Exchange:
         """Drop everything that was learned from the present ranks, for a changed world."""
         with self._lock, self.context():
             self._submitted.clear()
-            self._new.clear()
             for layer in self._pending.values():
                 self._residuals.drop(layer)
             self._drop_jobs()
@@ -451,12 +450,13 @@ class Exchange:
     def _drop_jobs(self) -> None:
         """Keep the memory of what is on its way for good: the network may still write into it."""
         works = [job.work for job in self._jobs]
-        if self._flight is not None:
-            works += self._flight.works[self._flight.n_agreed :]
-        if works:
+        scanned = [] if self._flight is None else self._flight.works[self._flight.n_agreed :]
+        if works or scanned:
             self._quiet()
             _abandoned.extend(job.memory for job in self._jobs)
-            for work in works:
+            for work in scanned:  # of these nothing has been sent
+                work.lease.end()
+            for work in works + scanned:
                 for layer in work.layers:
                     self._residuals.drop(layer)
 
@@ -505,32 +505,42 @@ class Exchange:
 
     def _advance(self) -> bool:
         """Move on all that can; True if anything moved."""
-        if self._broken:
-            raise LostPeer(self._broken)
-        self._gate_is_open()  # may connect us
-        if self.transport is None or not self.transport.ready():
+        if self._broken is None:
+            self._gate_is_open()  # may connect us
+        return self._step(self._go_on)
+
+    def _step(self, step: Callable[[Transport], bool | None]) -> bool:
+        """Take a step, once ranks are connected; if anything fails here, the others get an error, too."""
+        if self._broken is not None:
+            raise self._broken()
+        if self.transport is None:
             return False
         try:
-            return self._go_on(self.transport)
+            return bool(self.transport.ready() and step(self.transport))
         except LostPeer:
             raise
+        except OutOfSharedMemory as error:  # the same on all ranks
+            raise self._break(error) from None
         except BaseException as error:
             self._break(error)
             raise
 
-    def _break(self, error: BaseException) -> None:
+    def _break(self, error: BaseException) -> LostPeer:
         """This rank cannot go on, and nobody without it: messages of buckets on their way would meet later ones."""
         assert self.transport is not None
-        why = f"{type(error).__name__}: {error}"
+        why = failure_of(error)
         failure = cannot_go_on("this rank", why.encode())
-        self._broken = str(failure)
-        try:
-            self.transport.post(self._rounds.failure(why))
-            if self.on_break is not None:
-                self.on_break(why)
-        except Exception as second:
-            logger.debug("telling others of an error: %s", second)
+        self._broken = partial(type(failure), str(failure))
+        tells = [partial(self.transport.post, self._rounds.failure(why))]
+        if self.on_break is not None:
+            tells.append(partial(self.on_break, why))
+        for tell in tells:
+            try:
+                tell()
+            except Exception as second:  # perhaps there is no connection yet
+                logger.debug("telling others of an error: %s", second)
         self._fail(failure)
+        return failure
 
     def _go_on(self, transport: Transport) -> bool:
         """Listen, conclude, start buckets that may start, and move on those on their way; True if anything moved."""
@@ -548,6 +558,8 @@ class Exchange:
         for job in self._jobs:
             try:
                 moved |= job.step()
+            except OutOfSharedMemory:  # which ends all jobs in the same way
+                raise
             except BaseException as error:
                 self._give_up(job, error)
                 raise
@@ -564,7 +576,7 @@ class Exchange:
             try:
                 self._nudged = max(self._nudged, self._rounds.hear(rank, message))
             except LostPeer as error:
-                self._broken = str(error)
+                self._broken = partial(type(error), str(error))
                 raise
         if self.tickets is not None:
             if self._pending and self._nudged:
@@ -636,7 +648,7 @@ class Exchange:
             plan = self._plans.get(agreement.describe(self._specs(self._pending.values()), self.options))
         if plan is None:
             return False
-        flight = Flight.of(plan, self._pending.values())
+        flight = Flight.of(plan, self._pending)
         if any(flight.missing):
             return False
         plan.options, plan.warm = self.options, self._is_warm()
@@ -679,8 +691,8 @@ class Exchange:
         self._must_talk = False
         self._end_flight()
         if names:
-            layers = [self._pending[name] for name in names]
-            self._flight = Flight.of(self._remember(self._specs(layers)), layers)
+            layers = {name: self._pending[name] for name in names}
+            self._flight = Flight.of(self._remember(self._specs(layers.values())), layers)
 
     def _check_hierarchy(self) -> None:
         """Raise ValueError, on all ranks, if two levels are wanted and cannot be."""
@@ -736,7 +748,10 @@ class Exchange:
         """End of the measuring steps: propose every layer's format."""
         assert self._chooser is not None and self.transport is not None
         self._choosing = True
-        self._say(CHOICE, self._chooser.proposal(self.transport.size))
+        hosts, n_rounding = self._hosts, self.transport.size
+        if hosts is not None and not hosts.why_flat and self.choose_reduction is None:  # as all ranks know
+            n_rounding = hosts.n_hosts
+        self._say(CHOICE, self._chooser.proposal(n_rounding))
 
     def _settle_choice(self, messages: list[bytes]) -> None:
         assert self._chooser is not None and self.transport is not None
@@ -754,14 +769,23 @@ class Exchange:
         if self._flight is None:
             self._guess()
         flight = self._flight
-        if flight is None or self._talking or self._choosing or not self._gate_is_open():
+        if flight is None or self._talking or self._choosing:
             return False
-        moved = self._send_headers(flight)
+        may_speak = self._gate_is_open()
+        if not (may_speak or self._may_scan_early):
+            return False
+        moved = may_speak and self._send_headers(flight)
         while flight.next_is_full and len(self._jobs) + len(flight.works) - flight.n_agreed < MAX_FLYING:
             self._launch(flight)
-            self._send_headers(flight)
+            if may_speak:
+                self._send_headers(flight)
             moved = True
         return moved
+
+    @property
+    def _may_scan_early(self) -> bool:
+        """Whether exponents may be found before it is known that all are there: nothing is lost if some are not."""
+        return not self.options.error_feedback and self._chooser is None
 
     def _launch(self, flight: Flight) -> None:
         """Find the exponents of the next bucket."""

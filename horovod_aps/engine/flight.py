@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,17 +97,16 @@ class Flight:
         self.missing = [len(bucket.layers) for bucket in self.plan.buckets]
 
     @classmethod
-    def of(cls, plan: Plan, layers: Iterable[Layer]) -> Flight:
+    def of(cls, plan: Plan, layers: Mapping[str, Layer]) -> Flight:
         """A flight with layers on board."""
         flight = cls(plan)
         flight.arrive(layers)
         return flight
 
-    def arrive(self, layers: Iterable[Layer]) -> None:
-        """Note the layers that are as planned."""
+    def arrive(self, layers: Mapping[str, Layer]) -> None:
+        """Note the layers, by name, that are as planned."""
         places, there, missing = self.plan.places, self.layers, self.missing
-        for layer in layers:
-            name = layer.name
+        for name, layer in layers.items():
             shape, dtype, bucket = places.get(name, _NOWHERE)
             if shape == layer.shape and dtype == layer.dtype_code and name not in there:
                 there[name] = layer

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from horovod_aps.formats import Format
-from horovod_aps.kernels import ITEM_SIZES, NEAREST, SEGMENT
+from horovod_aps.kernels import ITEM_SIZES, NEAREST, SEGMENT, copied
 
 MAX_LAYERS = 256  # layers per bucket: what one fixed-size exponent message has room for
 PIECE = 1 << 20  # elements of a part of a bucket that two ranks swap while the next one is encoded
@@ -120,7 +120,7 @@ class BucketLayout:
 
 def part_of(table: np.ndarray, rows: slice, start: int) -> np.ndarray:
     """Some segments of a table, with offsets from byte `start` of the message, where their own bytes begin."""
-    part = table[rows].copy()
+    part = copied(table[rows])
     part["offset"] -= start
     return part
 

@@ -23,8 +23,8 @@ def stochastic_seed(options: Options, step_number: int, stream: int) -> int | No
 def seed_of(seed: int, step_number: int, stream: int) -> int:
     """64 bits, others for every step and stream, the same in every run.
 
-    Encoding uses its rank as the stream, the reduction of a shard the number of ranks. With the same user's seed and
-    stream no two of 2^64 steps have the same bits, nor two of 2^64 streams in one step.
+    Encoding uses its rank as the stream, the reduction of a shard the number of those who exchange it. With the
+    same user's seed and stream no two of 2^64 steps have the same bits, nor two of 2^64 streams in one step.
     """
     state, rest = 0, seed
     while True:  # a seed may have any number of bits

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from horovod_aps.options import Options
+
 NO_INSTANCE = "APSCompressor: compression must be an instance, not the class; write compression=APSCompressor(e=4, m=3)"
 OTHER_COMPRESSION = (
     "APSCompressor: another rank reduces the same tensor without APSCompressor, as hvd.Compression.none and fp16 do; "
@@ -49,6 +51,12 @@ def wrong_layout(layout: Any) -> TypeError:
 def no_name() -> ValueError:
     """For a tensor without a name that has a residual."""
     return ValueError("APSCompressor: error_feedback must know a tensor from step to step; give hvd.allreduce a name")
+
+
+def refuse_alone(options: Options) -> None:
+    """Raise ValueError if a single rank is told to reduce in two levels; all that it can do is nothing."""
+    if options.hierarchy == "two-level":
+        raise ValueError(f'{options.who}: hierarchy="two-level" cannot be: there is only one rank')
 
 
 def check_present(n_present: int, n_packed: int, size: int) -> None:

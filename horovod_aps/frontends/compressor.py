@@ -30,9 +30,9 @@ class BaseCompressor:
     """Options, reducers and their state; frontends add `compress`, `decompress` and their transport.
 
     Pass an instance as `compression=` to Horovod. With two ranks every value is rounded once, with more of them
-    twice; the sum is formed in float32. All ranks get the same bits. A layer in which any rank has NaN or Inf
-    becomes NaN as a whole, on all ranks. Compressors are told apart by the order in which they are made, so make
-    them in the same order on all ranks.
+    twice; in two levels (`hierarchy`) hosts count instead of ranks. The sum is formed in float32. All ranks get the
+    same bits. A layer in which any rank has NaN or Inf becomes NaN as a whole, on all ranks. Compressors are told apart
+    by the order in which they are made, so make them in the same order on all ranks.
     """
 
     _who = "PackedCompressor"
@@ -302,7 +302,8 @@ class ByBits(BaseCompressor):
                 own all-reduce, twice the bytes, for `hvd.join()`; over Gloo as float32 if e is 5.
             hierarchy: "two-level" adds up the gradients of a host's ranks in float32 first, through memory that they
                 share, so that a host sends what one rank would; "flat" has every rank talk to every other. "auto" takes
-                two levels where there are several hosts with the same number, more than one, of ranks.
+                two levels where there are several hosts with the same number, more than one, of ranks. Where
+                "two-level" cannot be, on a single rank too, it is a ValueError on all ranks.
             scaling: False leaves out APS, a fixed scale of 1: to see what it is good for.
             stats: measure underflow, error and exponents of every layer (one more pass over the gradients).
         """

@@ -50,7 +50,7 @@ class Saved:
         taken: dict[str, np.ndarray] = {}
         with self._lock:
             for residuals in [part["residuals"] for label, part in self._parts.items() if _is_for(label, key)]:
-                mine = [one for one in residuals if one not in taken and not names.isdisjoint((one, layer_of(one)))]
+                mine = [one for one in residuals if one not in taken and layer_of(one) in names]
                 taken.update((name, residuals.pop(name)) for name in mine)
         return taken
 

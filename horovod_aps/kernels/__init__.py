@@ -44,6 +44,7 @@ from horovod_aps.kernels.segments import (
     Bytes,
     Message,
     Table,
+    copied,
     packed_bytes,
 )
 
@@ -76,6 +77,7 @@ __all__ = [
     "SUM_KAHAN",
     "Table",
     "UNIT",
+    "copied",
     "decode_array",
     "encode_array",
     "library",

@@ -47,6 +47,7 @@ from horovod_aps.kernels.segments import (
     Table,
     check_accumulate,
     check_segments,
+    copied,
     seed_argument,
     target_addresses,
 )
@@ -240,7 +241,7 @@ class CudaKernels(Kernels):
 
     def _table(self, segs: Table, exponents: np.ndarray) -> tuple[np.uint64, np.uint64]:
         """Addresses of the segments, without their exponents, and of these."""
-        still = segs.copy()
+        still = copied(segs)
         still["exponent"] = 0
         still.view(np.uint8).reshape(len(still), SEGMENT.itemsize)[:, HOLES] = 0
         put = self._uploads.put

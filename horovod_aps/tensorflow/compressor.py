@@ -14,10 +14,11 @@ import warnings
 from typing import Any
 
 import tensorflow as tf
+from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.compression import Compressor
 
 from horovod_aps import cleanup, config
-from horovod_aps.frontends.checks import NO_INSTANCE, OTHER_COMPRESSION
+from horovod_aps.frontends.checks import NO_INSTANCE, OTHER_COMPRESSION, refuse_alone
 from horovod_aps.frontends.compressor import BaseCompressor, ByBits
 from horovod_aps.log import logger
 from horovod_aps.tensorflow import seam
@@ -38,6 +39,8 @@ class PackedCompressor(BaseCompressor, Compressor):
         self._links = Links(self._options.why_flat)
         cleanup.after(self, self._links.close)
         self._used = False
+        if mpi_ops.is_initialized() and mpi_ops.size() == 1:  # some of Horovod's wrappers would never call it
+            refuse_alone(self._options)
         seam.register(self)
         if next(_ids) % MANY == 0:
             warnings.warn(

@@ -13,10 +13,11 @@ import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow import mpi_ops
 
+from horovod_aps import config
 from horovod_aps.engine.exchange import Exchange
 from horovod_aps.engine.layer import Layer
-from horovod_aps.errors import LostPeer
-from horovod_aps.frontends.checks import check_present
+from horovod_aps.errors import LostPeer, for_users
+from horovod_aps.frontends.checks import check_present, refuse_alone
 from horovod_aps.frontends.reducer import Reducer, ReducerKey
 from horovod_aps.frontends.world import process_set_of
 from horovod_aps.kernels import DTYPE_CODES, CpuKernels
@@ -174,6 +175,7 @@ def _reduce(call: Call, ticket: np.ndarray, layers: list[Layer], gpu: str | None
         for layer in layers:
             layer.factor /= size
     if size == 1:  # nothing to agree on and nothing to round
+        refuse_alone(compressor._options)  # others have left since the graph was made
         for layer in layers:
             array_at(layer.target, layer)[:] = array_at(layer.source, layer) * layer.factor
         return
@@ -187,11 +189,17 @@ def _reduce(call: Call, ticket: np.ndarray, layers: list[Layer], gpu: str | None
         compressor._look_for_idle_overrides(reducer)
     except LostPeer as error:
         reducer.forget()
-        # In a graph only the text survives, and Horovod's elastic wrapper looks for the name of its own operation.
-        raise HorovodInternalError(f"HorovodAllreduce: {error}") from None
+        if config.is_elastic():
+            compressor._links.drop(call.process_set_id)
+        raise for_users(error, compressor._options.who, _lost) from None
     except BaseException:
         reducer.forget()
         raise
+
+
+def _lost(text: str) -> HorovodInternalError:
+    """In a graph only the text survives, and Horovod's elastic wrapper looks for the name of its own operation."""
+    return HorovodInternalError(f"HorovodAllreduce: {text}")
 
 
 def _reducer(call: Call, process_set: Any, ticket: np.ndarray, gpu: str | None) -> Reducer:
@@ -204,7 +212,7 @@ def _reducer(call: Call, process_set: Any, ticket: np.ndarray, gpu: str | None) 
             _retire_place(compressor, key)
             found = compressor._keep(key, TensorFlowCarrier(process_set, compressor._options))
         return found
-    shared = compressor._links.get(process_set, ticket, call.stem).shared
+    shared = compressor._links.get(process_set, ticket, call.stem, by_messages=operations.carry(gpu)).shared
     if isinstance(found, Exchange) and _shared_of(found) is shared:
         return found
     _retire_place(compressor, key)

@@ -71,9 +71,9 @@ def _ticket_name(process_set_id: int, packed: bool) -> str:
     return f"ticket_{process_set_id}_{'packed' if packed else 'allreduce'}"
 
 
-def _note_link(process_set_id: int) -> None:
-    """Say in all tickets to come that this rank has a link to the others."""
-    _linked.add(process_set_id)
+def _note_link(process_set_id: int, is_there: bool) -> None:
+    """Say in all tickets to come whether this rank has a link to the others."""
+    (_linked.add if is_there else _linked.discard)(process_set_id)
     for packed in (False, True):
         variable = shared_variables.get(_ticket_name(process_set_id, packed))
         if variable is not None:
@@ -104,13 +104,14 @@ class Links:
         for link in list(self._links.values()):
             link.shared.transport.close()
 
-    def get(self, process_set: Any, ticket: np.ndarray, stem: str) -> Link:
+    def get(self, process_set: Any, ticket: np.ndarray, stem: str, by_messages: bool = False) -> Link:
         """The link to the ranks of a process set, made anew by all of them if any has none.
 
         `stem` names the call site, by which a new link is known on all ranks: compressors need not be made in the same
         order. A rank without a link says so in its ticket, which may have been written before an earlier exchange of
         the same step made the link, so all ranks ask again. Jobs that speak MPI are never elastic: there all ranks have
-        a link, or none.
+        a link, or none. Over a link that is made with `by_messages`, for gradients on GPUs, the ranks of a host share
+        no memory; what they reduce on the host over the same link goes by messages too, with the same result.
         """
         ps_id, ranks, rank = process_set.process_set_id, tuple(process_set.ranks), process_set.rank()
         speak_mpi = all_speak_mpi(ticket)
@@ -129,10 +130,17 @@ class Links:
             addresses = allreduce(sockets.listener().words(rank, len(ranks)), mpi_ops.Sum, ps_id)
         n_able = len(ranks) if speak_mpi else 0
         name, place = f"{ps_id} {ranks} {stem}", ranks.index(mpi_ops.rank())
-        transport = world.link(name, ranks, place, n_able, addresses, self._why_flat)
+        transport = world.link(name, ranks, place, n_able, addresses, self._why_flat, by_messages)
         link = self._links[ps_id] = Link(SharedTransport(transport), _world_numbers[ps_id], ranks, rank)
-        _note_link(ps_id)
+        _note_link(ps_id, True)
         return link
+
+    def drop(self, process_set_id: int) -> None:
+        """Have all ranks make a new link: this one is broken, and the same ranks may go on, in an elastic job."""
+        link = self._links.pop(process_set_id, None)
+        if link is not None:
+            link.shared.transport.close()
+            _note_link(process_set_id, False)
 
 
 def _smallest(value: int, process_set_id: int) -> int:

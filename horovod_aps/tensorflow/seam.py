@@ -7,7 +7,6 @@ exchange at once; in a graph they add one Python op that does it in every step (
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 import weakref
@@ -19,7 +18,9 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from tensorflow.python.ops import control_flow_util
 
+from horovod_aps import config
 from horovod_aps.frontends import checks
+from horovod_aps.frontends.world import process_set_of
 from horovod_aps.tensorflow import devices, engine, links, order
 
 if TYPE_CHECKING:
@@ -193,8 +194,9 @@ def _reduce(call: engine.Call, values: list[tf.Tensor]) -> list[tf.Tensor]:
     if call.op not in (mpi_ops.Average, mpi_ops.Sum):
         raise checks.wrong_op(call.op, mpi_ops)
     call.compressor._used = True
-    elastic = bool(int(os.environ.get("HOROVOD_ELASTIC", "0")))
-    alone = mpi_ops.size() == 1 and not elastic
+    alone = mpi_ops.size() == 1 and not config.is_elastic()
+    if process_set_of(mpi_ops._basics, call.process_set_id).ranks == [mpi_ops.rank()]:
+        checks.refuse_alone(call.compressor._options)  # here it is a ValueError in graphs too
     results: list[Any] = [None] * len(values)
     ours = []
     for i, value in enumerate(values):

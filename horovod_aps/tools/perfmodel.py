@@ -198,7 +198,7 @@ class Machine:
     add_rate: float = 6e9  # fp32 sum inside the ring
     add16_rate: float = 2e9  # fp16 sum inside the ring, in bytes of fp16
     cast_rate: float = 6e9  # fp32 <-> fp16 in Compression.fp16, in bytes of fp32
-    # 146 tiny tensors over shared memory take 8.2 ms and 10.2 ms (benchmarks/results/sync.md).
+    # 146 tiny tensors over shared memory take 7.3 ms and 6.3 ms (benchmarks/results/sync.md).
     tensor_overhead: float = 50e-6  # one tensor in Horovod: half of it in its hook, half in synchronize()
     layer_overhead: float = 50e-6  # the same for one tensor in our exchange
     cycle_time: float = 1e-3

@@ -14,7 +14,7 @@ from horovod.torch.compression import Compressor
 
 from horovod_aps.engine import progress
 from horovod_aps.engine.exchange import Exchange
-from horovod_aps.errors import LostPeer
+from horovod_aps.errors import LostPeer, for_users
 from horovod_aps.frontends import checks
 from horovod_aps.frontends.compressor import BaseCompressor, ByBits
 from horovod_aps.frontends.reducer import Reducer, ReducerKey
@@ -79,6 +79,8 @@ class PackedCompressor(BaseCompressor, Compressor):
         self._n_unnamed_groups = 0
         self._met: set[Any] = set()  # where ranks have been waited for once in this world
         self._devices: list[torch.device] = []  # in the order in which this world has seen them
+        if mpi_ops.is_initialized() and mpi_ops.size() == 1:  # Horovod's optimizer would never call it
+            checks.refuse_alone(self._options)
         seam.register()
 
     # ---- Horovod's interface ------------------------------------------------------------------------------
@@ -92,6 +94,7 @@ class PackedCompressor(BaseCompressor, Compressor):
             raise TypeError(checks.NO_INSTANCE)
         if self._shared_world is not mpi_ops._handle_map:  # hvd.init() makes a new one
             if mpi_ops.size() == 1:
+                checks.refuse_alone(self._options)
                 return tensor, None
             self._shared_world = mpi_ops._handle_map
         dtype = DTYPE_CODES.get(tensor.dtype)
@@ -130,7 +133,7 @@ class PackedCompressor(BaseCompressor, Compressor):
             try:
                 self._finish(ctx)
             except LostPeer as error:
-                raise HorovodInternalError(str(error)) from None
+                raise for_users(error, self._options.who, HorovodInternalError) from None
         if ctx.result is staged and staged is not ctx.original:  # in place, through a contiguous copy
             ctx.original.copy_(staged)
             return ctx.original
@@ -172,6 +175,7 @@ class PackedCompressor(BaseCompressor, Compressor):
 
     def _submit_one(
         self,
+        gradient: Gradient,
         tensor: seam.Wired,
         output: torch.Tensor,
         name: str | None,
@@ -183,7 +187,6 @@ class PackedCompressor(BaseCompressor, Compressor):
         average = op == mpi_ops.Average
         if not average and op != mpi_ops.Sum:
             raise checks.wrong_op(op, mpi_ops)
-        gradient: Gradient = tensor.aps_context
         batch = self._latest
         if (
             batch is None
@@ -237,6 +240,8 @@ class PackedCompressor(BaseCompressor, Compressor):
 
     def _new_batch(self, process_set_id: int, device: torch.device, group: str, n_grouped: int = 0) -> _Batch:
         process_set = process_set_of(mpi_ops._basics, process_set_id)
+        if len(process_set.ranks) == 1:
+            checks.refuse_alone(self._options)
         reducer = self._reducer(process_set, device)
         world = mpi_ops._handle_map  # hvd.init() makes a new one
         batch = _Batch(process_set_id, tuple(process_set.ranks), device, world, reducer)
@@ -247,7 +252,7 @@ class PackedCompressor(BaseCompressor, Compressor):
         else:
             assert isinstance(reducer.tickets, TicketOffice)
             batch.ticket = reducer.tickets.open()
-        batch.handle = TicketHandle(batch.ticket)
+        batch.handle = TicketHandle(batch.ticket, reducer.look_in_passing if isinstance(reducer, Exchange) else None)
         place = (process_set_id, batch.members, device, group)
         if batch.size > 1 and place not in self._met and len(self._met) < MAX_MET:
             self._met.add(place)

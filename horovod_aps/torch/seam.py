@@ -78,7 +78,8 @@ def _allreduce_async(
             )
         )
     text = _texts.get(name) or _text_of(name)
-    return gradient.compressor._submit_one(tensor, output, text, op, prescale * postscale / divisor, process_set_id)
+    factor = prescale * postscale / divisor
+    return gradient.compressor._submit_one(gradient, tensor, output, text, op, factor, process_set_id)
 
 
 _texts: dict[Any, str] = {}  # names come again in every step, and the same string is found faster

@@ -6,6 +6,7 @@ the others must know before they can talk to it; a rank in `hvd.join()` contribu
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from horovod_aps.transports.base import Transport
 PRESENT, PACKED, SPEAKS_MPI, COLLECTIVE, N_WORDS = range(5)
 N_LABELS = 8  # tickets of one exchange that may be under way at once
 NUDGE_SECONDS = 0.05  # that the others may be late before they are nudged, and between nudges
+LOOKS = 5  # before one sleeps: mostly Horovod's thread only has to get the core, and the shortest sleep takes longer
 MAX_PAUSE_SECONDS = 1e-3  # between looks while one waits
 
 
@@ -34,16 +36,20 @@ class TicketHandle(int):
     """
 
     _ticket: Ticket
+    _meanwhile: Callable[[], None] | None
 
-    def __new__(cls, ticket: Ticket) -> TicketHandle:
+    def __new__(cls, ticket: Ticket, meanwhile: Callable[[], None] | None = None) -> TicketHandle:
+        """`meanwhile` does, before a wait, what can be done without the others."""
         handle = super().__new__(cls, ticket.handle)
-        handle._ticket = ticket
+        handle._ticket, handle._meanwhile = ticket, meanwhile
         return handle
 
     def __call__(self) -> torch.Tensor | None:
         """What `hvd.synchronize` returns, after a wait that sleeps."""
         if self not in mpi_ops._handle_map:  # another tensor of the batch has waited
             return None
+        if self._meanwhile is not None and not self._ticket.is_over():
+            self._meanwhile()
         self._ticket.wait()
         return mpi_ops.synchronize(self)
 
@@ -87,6 +93,10 @@ class Ticket:
 
     def wait(self) -> None:
         """Until all ranks have answered; sleeps in between, longer the longer it takes."""
+        for _ in range(LOOKS):
+            if self.is_over():
+                return
+            os.sched_yield()
         begin = time.monotonic()
         while not self.is_over():
             time.sleep(min((time.monotonic() - begin) / 8, MAX_PAUSE_SECONDS))

@@ -4,10 +4,11 @@ All ranks say three things, in messages before any other:
 
     1  the host that they are on
     2  the name of the host's memory, the first rank of each host
-    3  whether they could open it
+    3  whether they could open it, and have all that they need before the first bucket
 
 Every rank hears all of it, so all come to the same conclusion. After the first there is nothing more to say if two
-levels make no sense, or if ranks of a host would rather send each other messages, as those with GPUs.
+levels make no sense, or if ranks of a host would rather send each other messages, as those with GPUs. A rank that fails
+otherwise, or cannot reach another, tells those that it has reached, who may wait for it.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from functools import cached_property
 from pathlib import Path
 
 from horovod_aps.config import host_name
-from horovod_aps.errors import LostPeer, not_ours
+from horovod_aps.errors import LostPeer, cannot_go_on, failure_of, not_ours
 from horovod_aps.log import logger
 from horovod_aps.transports.base import Bytes, Request, Transport
-from horovod_aps.transports.memory import HostMemory, Room
+from horovod_aps.transports.memory import HostMemory, Room, in_words
 
 POLL_SECONDS = 50e-6
 MEMORY, MESSAGES = "memory", "messages"  # by which ranks of a host add up
+NONE = "none: "  # in place of a name: why there is no memory
+FAILED = b"horovod_aps cannot connect: "  # no other message begins like this
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -38,7 +41,10 @@ def own_host() -> str:
     given = host_name()
     if given:
         return "_".join(given.split())
-    boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
+    try:
+        boot = BOOT_ID.read_text().strip()
+    except OSError:  # some containers hide it
+        boot = ""
     return hashlib.sha256(f"{socket.gethostname()} {boot}".encode()).hexdigest()[:16]
 
 
@@ -131,15 +137,45 @@ class HostedTransport:
         self._heard: list[deque[bytes]] = [deque() for _ in range(self.size)]  # before everything was said
         self._n_rounds = 0  # in which all have spoken
         self._memory: HostMemory | None = None
+        self._room: Room | None = None
+        self._broken: tuple[str, bytes] | None = None  # who could not connect, and why
 
     def ready(self) -> bool:
+        if self._broken is not None:
+            raise cannot_go_on(*self._broken)
         if self.hosts is not None:
             return True
-        if not self._transport.ready():
-            return False
+        try:
+            return self._transport.ready() and self._meet()
+        except BaseException as error:
+            self._tell(error)
+            raise
+
+    def _tell(self, error: BaseException) -> None:
+        """Tell those that can be reached of an error, unless one of them has told of it."""
+        if self._broken is not None:
+            return
+        why = failure_of(error).encode()
+        self._broken = "this rank", why
+        try:
+            self._transport.post(FAILED + why)
+        except Exception as second:
+            logger.debug("telling others of an error: %s", second)
+
+    def _listen(self) -> list[tuple[int, bytes]]:
+        """Messages that have arrived; LostPeer if a rank could not connect."""
+        messages = self._transport.heard()
+        for rank, message in messages:
+            if message.startswith(FAILED):
+                self._broken = f"rank {rank}", message[len(FAILED) :]
+                raise cannot_go_on(*self._broken)
+        return messages
+
+    def _meet(self) -> bool:
+        """Say what is to be said; whether everything has been."""
         if not self._heard[self.rank] and self._n_rounds == 0:
             self._say(f"{self._host} {MESSAGES if self._by_messages else MEMORY} {self._why_flat}")
-        for rank, message in self._transport.heard():
+        for rank, message in self._listen():
             self._heard[rank].append(message)
         if gone := {rank for rank in self._transport.gone() if not self._heard[rank]}:
             raise LostPeer(f"rank {min(gone)} has ended while this rank waits for it")
@@ -166,6 +202,8 @@ class HostedTransport:
             self._say(self._open(said))
         else:
             failures = [f"rank {rank} cannot share its host's memory: {text}" for rank, text in enumerate(said) if text]
+            if failures:
+                self._memory = self._room = None
             self._end(failures[0] if failures else "")
             if failures and self.rank == 0:
                 logger.warning("%s; every rank exchanges with every other instead", failures[0])
@@ -178,32 +216,32 @@ class HostedTransport:
             return ""
         try:
             self._memory = HostMemory.make()
-        except OSError as error:
-            return f"none: {error.strerror}"
-        return self._memory.name
+            return self._memory.name
+        except Exception as error:
+            return f"{NONE}{in_words(error)}"
 
     def _open(self, names: list[str]) -> str:
-        """Open the host's memory; returns why it did not work, if so."""
+        """Open the host's memory, and have one's room in it; returns why it did not work, if so."""
+        mine = self._mine()
+        name = names[mine[0]]
+        if name.startswith(NONE):
+            return name[len(NONE) :]
         try:
-            if self._memory is None:
-                self._memory = HostMemory.open(names[self._mine()[0]])
-        except OSError as error:
-            return error.strerror or str(error)
+            memory = self._memory or HostMemory.open(name)
+            self._room = Room(memory, mine.index(self.rank), len(mine))
+        except Exception as error:
+            return in_words(error)
         return ""
 
     def _end(self, why_flat: str) -> None:
-        room = None
-        if not why_flat and self._memory is not None:
-            mine = self._mine()
-            room = Room(self._memory, mine.index(self.rank), len(mine))
-        self.hosts = Hosts(self._ranks, self.rank, room, why_flat)
+        self.hosts = Hosts(self._ranks, self.rank, self._room, why_flat)
 
     def heard(self) -> list[tuple[int, bytes]]:
         if not self._heard:
-            return self._transport.heard()
+            return self._listen()
         kept = [(rank, message) for rank, messages in enumerate(self._heard) for message in messages]
         self._heard = []
-        return kept + self._transport.heard()
+        return kept + self._listen()
 
     def post(self, message: bytes) -> None:
         self._transport.post(message)

@@ -1,8 +1,8 @@
 """Memory that the ranks of one host share, and the order in which buckets use it.
 
 The memory has no name in any file system: the first rank of a host makes it (`memfd_create`), the others open it
-through `/proc`, and it is gone with the last process that has it, however that ends. It grows as buckets need it; pages
-are allocated before anyone touches them, so that a lack of memory is an error and not a signal.
+through `/proc`, and it is gone with the last process that has it, however that ends. It grows as buckets need it; every
+rank allocates the pages before it touches them, so that a lack of memory is an error and not a signal.
 
 Buckets take it in turns that are the same on all ranks of the host. Each rank puts its gradients, piece by piece, into
 its own part of an *area*, and adds up its share of everybody's. What travels lies in a *slot* until all have read it.
@@ -11,6 +11,8 @@ Counters say how far each rank is: flags[what, slot, place]. Only their own rank
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import mmap
 import os
 import re
@@ -21,15 +23,22 @@ from functools import partial
 
 import numpy as np
 
+from horovod_aps.errors import OutOfSharedMemory
 from horovod_aps.kernels.native import library
 from horovod_aps.transports.base import Bytes
 
 N_AREAS = 2  # pieces that may be on their way between the ranks of a host
 N_SLOTS = 4  # buckets whose packed bytes may be in the memory
 LINE = 64  # bytes between flags, so that ranks do not write to the same cache line
+MFD_CLOEXEC = 1
 N_MARK = 16  # bytes at the start, by which a process knows that it has opened the right memory
 _NAME = re.compile(r"(/proc/\d+/fd/\d+) ([0-9a-f]{32})")
 WRITTEN, SUMMED, SCANNED, FILLED, READ, N_FLAGS = range(6)
+
+
+def in_words(error: Exception) -> str:
+    """Why something did not work, without its number."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 class Until:
@@ -46,6 +55,21 @@ class Until:
         return self._condition()
 
 
+def _new_descriptor(name: str) -> int:
+    """Of memory without a name in any file system; OSError if there is none."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, MFD_CLOEXEC)
+    # Pythons that were built with a C library older than 2.27 lack it, however new the one is that they run with.
+    try:
+        create = ctypes.CDLL(None, use_errno=True).memfd_create
+    except AttributeError:
+        raise OSError(errno.ENOSYS, "the C library has no memfd_create") from None
+    descriptor = int(create(name.encode(), MFD_CLOEXEC))
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return descriptor
+
+
 class HostMemory:
     """The memory itself: made by one process, opened by others of the same host."""
 
@@ -57,7 +81,7 @@ class HostMemory:
     @classmethod
     def make(cls) -> HostMemory:
         """New memory; OSError if there is none."""
-        one = cls(os.memfd_create("horovod_aps", os.MFD_CLOEXEC))
+        one = cls(_new_descriptor("horovod_aps"))
         one.array(0, N_MARK)[:] = np.frombuffer(os.urandom(N_MARK), np.uint8)
         return one
 
@@ -159,13 +183,20 @@ class Room:
         return ((flag * N_SLOTS + slot) * self.n_places + place) * LINE
 
     def make_fit(self, need: Need, n_earlier: int) -> bool:
-        """Whether the memory is large enough; grows it once all ranks have done with all earlier buckets."""
+        """Whether the memory is large enough; grows it once all ranks have done with all earlier buckets.
+
+        OutOfSharedMemory if it cannot grow; then it is as it was.
+        """
         if need.part <= self._part and need.slot <= self._slot:
             return True
         if not all(self.reached(READ, slot, value) for slot, value in _read(n_earlier)):
             return False
         part, slot_bytes = max(self._part, need.part), max(self._slot, need.slot)
-        self._memory.grow(self._front + N_AREAS * self.n_places * part + N_SLOTS * slot_bytes)
+        n_bytes = self._front + N_AREAS * self.n_places * part + N_SLOTS * slot_bytes
+        try:
+            self._memory.grow(n_bytes)
+        except (OSError, MemoryError) as error:
+            raise OutOfSharedMemory(n_bytes, self.n_places, in_words(error)) from None
         self._part, self._slot = part, slot_bytes
         return True
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from horovod_aps.errors import LostPeer, cannot_go_on
+from horovod_aps.errors import cannot_go_on
 from horovod_aps.transports.base import Bytes, Request, Transport
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class SharedTransport:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self._mail: dict[bytes, deque[tuple[int, bytes]]] = {}
-        self._broken = ""
+        self._broken: tuple[str, bytes] | None = None  # who cannot go on, and why
         self._lock = threading.Lock()  # a thread may drive an exchange that is over while the next one begins
 
     def channel(self, name: str) -> Channel:
@@ -42,7 +42,7 @@ class SharedTransport:
             for rank, message in self.transport.heard():
                 box, content = message[:NAME_BYTES], message[NAME_BYTES:]
                 if box == FAILED:
-                    self._broken = str(cannot_go_on(f"rank {rank}", content))
+                    self._broken = f"rank {rank}", content
                 else:
                     self._mail.setdefault(box, deque()).append((rank, content))
             self.check()
@@ -50,13 +50,13 @@ class SharedTransport:
 
     def fail(self, why: str) -> None:
         """This rank cannot go on in one conversation: no rank may in any, for transfers use the same tags."""
-        self._broken = str(cannot_go_on("this rank", why.encode()))
+        self._broken = "this rank", why.encode()
         self.transport.post(FAILED + why.encode())
 
     def check(self) -> None:
         """Raise LostPeer if a rank cannot go on."""
-        if self._broken:
-            raise LostPeer(self._broken)
+        if self._broken is not None:
+            raise cannot_go_on(*self._broken)
 
 
 class Channel:

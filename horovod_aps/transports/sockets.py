@@ -373,12 +373,12 @@ class SocketTransport:
         error = call.connect_ex((host, port))
         try:
             call.getpeername()
-        except OSError:
-            if error in _REFUSED:  # its queue may be full: call again
+            call.send(HELLO.pack(secret, self._name, self.rank))
+        except OSError as reason:
+            if error in _REFUSED or isinstance(reason, ConnectionError):  # its queue may be full: call again
                 call.close()
                 del self._calls[other]
             return None
-        call.send(HELLO.pack(secret, self._name, self.rank))
         del self._calls[other]
         return call
 

@@ -237,6 +237,9 @@ def test_process_groups_of_some_ranks():
             mine = [per_rank[0]] if RANK == 0 else per_rank[1:]
             wanted = {name: torch.from_numpy(np.mean([one[name] for one in mine], axis=0)) for name in mine[0]}
             assert_close(step(model, number), wanted, ERROR)
+    if RANK == 0:
+        with pytest.raises(ValueError, match='hierarchy="two-level" cannot be: there is only one rank'):
+            step(wrap(make_model(), APSState(*FINE, hierarchy="two-level"), process_group=alone), 0)
 
 
 @pytest.mark.parametrize("order", ["inside", "outside"])

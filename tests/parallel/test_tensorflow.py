@@ -357,6 +357,10 @@ def test_process_sets():
         x = tf.fill([6], float(hvd.rank() + 1))
         result = run(lambda: hvd.allreduce(x, compression=APSCompressor(5, 10), process_set=some, op=hvd.Sum), True)
         assert (result.numpy() == sum(r + 1 for r in ranks)).all()
+        for graph in (False, True) if len(ranks) == 1 else ():
+            demanding = APSCompressor(4, 3, hierarchy="two-level")
+            with pytest.raises(ValueError, match="there is only one rank"):
+                run(lambda one=demanding: hvd.allreduce(x, compression=one, process_set=some, op=hvd.Sum), graph)
     hvd.remove_process_set(some)
     assert (hvd.allreduce(tf.ones(3), compression=APSCompressor(4, 3)).numpy() == 1).all()
 
@@ -512,6 +516,12 @@ def test_failure_of_one_rank_is_an_error_on_all(graph, monkeypatch):
         with pytest.raises(Exception, match="encode has failed"):
             reduce(name, 64.0)
     monkeypatch.undo()
+    if not hvd.mpi_enabled():  # an elastic job, in which nobody was replaced
+        monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+        with pytest.raises(Exception, match="encode has failed"):
+            reduce("a", 1.0)
+        for name in "ab":
+            assert reduce(name, 1.0) == hvd.size()
     compressor = APSCompressor(4, 3)
     assert reduce("b", 1.0) == hvd.size()
 

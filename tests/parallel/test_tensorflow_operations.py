@@ -17,6 +17,7 @@ from horovod.common.exceptions import HorovodInternalError
 from test_tensorflow_gpu import GPU, HOST, MODES, reduce, stand_in  # noqa: F401 (a fixture)
 
 from horovod_aps.tensorflow import APSCompressor, devices, engine, links, operations
+from horovod_aps.transports import hosts
 
 WAYS = {None: "by Horovod's operations", GPU: "from device memory by Horovod's NCCL"}
 ON = pytest.mark.parametrize("gpu", [None, GPU], ids=["host", "device"])
@@ -83,6 +84,28 @@ def test_two_levels(gpu, graph, by_operations, monkeypatch):
     monkeypatch.setenv("HOROVOD_APS_HOST", "aabb"[hvd.rank()])
     _, compressor = both_ways(by_operations, gpu, graph, error_feedback=True)
     assert compressor.stats()["hierarchy"] == f"two-level by messages (2 hosts with 2 ranks), {WAYS[gpu]}"
+
+
+@pytest.mark.skipif(hvd.size() != 4, reason="two hosts with two ranks each")
+@MODES
+def test_two_levels_on_gpus_need_no_shared_memory(graph, monkeypatch):
+    """Nor do tensors of the host over the same link. Oracle: the same gradients where there is some."""
+    monkeypatch.setenv("HOROVOD_APS_HOST", "aabb"[hvd.rank()])
+    grads = make_gradients((100, 7, 0, 33), hvd.size())
+    wanted = reduce(grads, APSCompressor(4, 3), False, HOST)
+
+    def refuse():
+        raise OSError(0, "none here")
+
+    monkeypatch.setattr(hosts.HostMemory, "make", refuse)
+    compressor = APSCompressor(4, 3)
+    for device in (GPU, HOST, GPU):
+        check(reduce(grads, compressor, graph, device), wanted)
+    by_messages = "two-level by messages (2 hosts with 2 ranks)"
+    assert {reducer.way.split(",")[0] for reducer in compressor._reducers.values()} == {by_messages}
+    alone = APSCompressor(4, 3)
+    reduce(grads, alone, False, HOST)
+    assert "flat (rank 0 cannot share its host's memory" in alone.stats()["hierarchy"]
 
 
 def test_ranks_agree_on_the_way(by_operations, monkeypatch):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
@@ -41,6 +44,28 @@ def test_allreduce(graph: bool, n_hosts: int, monkeypatch) -> None:
         np.testing.assert_array_equal(first, np.full(1000, 10.0, np.float32))
         np.testing.assert_array_equal(second, np.full((3, 5), 2.0, np.float32))
     assert ("two-level" if n_hosts == 2 else "flat") in compressor.stats()["hierarchy"]
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_memory_that_cannot_grow_is_an_error_on_all_ranks(graph: bool, monkeypatch) -> None:
+    """One after which elastic training does not try the same again: in a graph it looks for UnknownError."""
+    compressor = APSCompressor(4, 3)
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def reduce(n: int):
+        call = lambda x: hvd.allreduce(x, name=f"grow{n}{graph}", compression=compressor)  # noqa: E731
+        return (tf.function(call) if graph else call)(tf.ones([n]))
+
+    np.testing.assert_array_equal(reduce(10), np.ones(10))
+    if hvd.rank() == 2:
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+    kind = tf.errors.ResourceExhaustedError if graph else MemoryError
+    for n in (10_000, 10):  # and so does every later one
+        with pytest.raises(kind, match=r"rank could not go on|rank 2 could not go on") as caught:
+            reduce(n)
+        assert "cannot grow to" in str(caught.value) and 'hierarchy="flat"' in str(caught.value)
 
 
 def test_keras_training_keeps_replicas_equal() -> None:

@@ -1,4 +1,7 @@
-"""A single rank: the compressor is a no-op that works. Oracle: the same program without Horovod."""
+"""A single rank: the compressor is a no-op that works, unless it is told to have two levels.
+
+Oracle: the same program without Horovod.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import copy
 import horovod.torch as hvd
 import pytest
 import torch
+from horovod.torch import mpi_ops
 from torch_common import loss_of, make_model
 
 from horovod_aps.torch import APSCompressor
@@ -18,7 +22,9 @@ def test_there_is_one_rank():
     assert hvd.size() == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"error_feedback": True}, {"transport": "allreduce"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"error_feedback": True}, {"transport": "allreduce"}, {"hierarchy": "flat"}], ids=str
+)
 def test_training_equals_training_without_horovod(options):
     alone = make_model()
     model = copy.deepcopy(alone)
@@ -44,3 +50,15 @@ def test_allreduce_gives_the_tensor_back():
         torch.testing.assert_close(result, x, rtol=0, atol=0, equal_nan=True)
         grouped = hvd.grouped_allreduce([x, x], op=op, compression=APSCompressor(4, 3))
         torch.testing.assert_close(grouped[1], x, rtol=0, atol=0, equal_nan=True)
+
+
+def test_two_levels_of_one_rank_are_refused(monkeypatch):
+    """At once, since Horovod's optimizer leaves compressors alone here, or by the first tensor if made before init."""
+    with pytest.raises(ValueError, match='hierarchy="two-level" cannot be: there is only one rank'):
+        APSCompressor(4, 3, hierarchy="two-level")
+    with monkeypatch.context() as before:
+        before.setattr(mpi_ops, "is_initialized", lambda: False)
+        early = APSCompressor(4, 3, hierarchy="two-level")
+    for reduce in (hvd.allreduce, lambda x, compression: hvd.grouped_allreduce([x], compression=compression)):
+        with pytest.raises(ValueError, match="there is only one rank"):
+            reduce(torch.ones(3), compression=early)

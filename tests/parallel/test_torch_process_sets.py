@@ -23,7 +23,7 @@ def test_allreduce_process_sets(grouped_op):
     """All but the last rank reduce among themselves; the last one alone. Oracle: simulation of those ranks."""
     rest = hvd.add_process_set(list(range(hvd.size() - 1)))
     last = hvd.add_process_set([hvd.size() - 1])
-    compressor = APSCompressor(4, 3)
+    compressor, in_two_levels = APSCompressor(4, 3), APSCompressor(4, 3, hierarchy="two-level")
     grads = make_gradients((100, 3), hvd.size())
     mine = [to_torch(x) for x in grads[hvd.rank()].values()]
     chosen, members = (rest, grads[:-1]) if hvd.rank() < hvd.size() - 1 else (last, grads[-1:])
@@ -36,6 +36,8 @@ def test_allreduce_process_sets(grouped_op):
     if len(members) == 1:
         for result, x in zip(results, mine):  # nobody to average with
             torch.testing.assert_close(result, x, rtol=0.07, atol=0)
+        with pytest.raises(ValueError, match="there is only one rank"):
+            hvd.allreduce(mine[0], name="two", compression=in_two_levels, process_set=chosen)
     else:
         for i, result in enumerate(results):
             part = members if grouped_op else [{f"layer{i}": rank[f"layer{i}"]} for rank in members]

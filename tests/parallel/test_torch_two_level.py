@@ -1,11 +1,14 @@
-"""Two levels with PyTorch, on 4 ranks that count to two hosts: memory that processes really share.
+"""Two levels with PyTorch, on 4 ranks that count to two hosts, or 6 to three: memory that processes really share.
 
 Oracle: the same exchange among emulated ranks, which tests/single/test_two_level.py compares with NumPy.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import sys
+from pathlib import Path
 
 import horovod.torch as hvd
 import numpy as np
@@ -17,13 +20,16 @@ from torch_common import assert_replicas_equal, loss_of, make_model, to_numpy, t
 from horovod_aps.options import Options
 from horovod_aps.torch import APSCompressor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import soak_scenarios  # noqa: E402
+
 hvd.init()
-LAYOUTS = {"neighbours": "aabb", "in turn": "abab"}
+LAYOUTS = {"three": "abcabc"} if hvd.size() == 6 else {"neighbours": "aabb", "in turn": "abab"}
 
 
 @pytest.fixture(params=LAYOUTS.values(), ids=LAYOUTS)
 def hosts(request, monkeypatch) -> str:
-    assert hvd.size() == 4
+    assert hvd.size() == len(request.param)
     monkeypatch.setenv("HOROVOD_APS_HOST", request.param[hvd.rank()])
     return request.param
 
@@ -56,6 +62,7 @@ def test_all_ranks_get_what_the_emulation_gets(options, hosts) -> None:
     grads = make_gradients((1, 1000, 70_001, 4096), hvd.size())
     if "error_feedback" not in options:
         grads[1]["layer1"][5] = np.nan
+        grads[-1]["layer2"][-1] = np.inf
     compressor = APSCompressor(**options)
     for wanted in emulated(grads, hosts, Options(**options), n_steps=3):
         results = hvd.grouped_allreduce(
@@ -63,7 +70,7 @@ def test_all_ranks_get_what_the_emulation_gets(options, hosts) -> None:
         )
         for (name, x), result in zip(wanted.items(), results):
             assert_same_bits(to_numpy(result), x, name)
-    assert compressor.stats()["hierarchy"] == "two-level (2 hosts with 2 ranks)"
+    assert compressor.stats()["hierarchy"] == f"two-level ({len(set(hosts))} hosts with 2 ranks)"
 
 
 def test_training_with_error_feedback_and_a_checkpoint(two_hosts) -> None:
@@ -123,15 +130,51 @@ def test_two_levels_that_cannot_be_are_an_error_on_all_ranks(monkeypatch) -> Non
             hvd.allreduce(torch.ones(10), name="x", compression=compressor)
 
 
-def test_memory_that_cannot_be_shared_means_flat(two_hosts, monkeypatch) -> None:
+def allocate_at_most(n_calls: int, monkeypatch) -> None:
+    """Let this rank have shared memory only so often."""
+    allocate, calls = os.posix_fallocate, []
+
+    def refuse(*args: int) -> None:
+        calls.append(args)
+        if len(calls) > n_calls:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(*args)
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+
+
+@pytest.mark.parametrize("what", ["memory", "room"])
+def test_memory_that_cannot_be_shared_means_flat(what, two_hosts, monkeypatch) -> None:
     from horovod_aps.transports.memory import HostMemory
 
-    if hvd.rank() == 3:
+    if hvd.rank() == 3 and what == "memory":
         monkeypatch.setattr(HostMemory, "open", lambda name: HostMemory(os.open("/nowhere", os.O_RDWR)))
+    elif hvd.rank() == 3:
+        allocate_at_most(1, monkeypatch)
     compressor = APSCompressor(4, 3)
     result = hvd.allreduce(torch.ones(10), name="x", compression=compressor)
     assert torch.equal(result, torch.ones(10))
     assert "rank 3 cannot share" in compressor.stats()["hierarchy"]
+
+
+def test_memory_that_cannot_grow_is_a_memory_error_on_all_ranks(two_hosts, monkeypatch) -> None:
+    """Not HorovodInternalError, after which elastic training would try the same again."""
+    compressor = APSCompressor(4, 3)
+    assert torch.equal(hvd.allreduce(torch.ones(10), name="small", compression=compressor), torch.ones(10))
+    if hvd.rank() == 1:
+        allocate_at_most(0, monkeypatch)
+    handles = []
+    for name in "ab":
+        wired, context = compressor.compress(torch.ones(10_000))
+        handles.append((hvd.allreduce_async_(wired, name=name), context))
+    why = r"APSCompressor: .* could not go on: .* 2 ranks .* cannot grow to [\d,]+ bytes \(No space"
+    for handle, context in handles:
+        with pytest.raises(MemoryError, match=why):
+            compressor.decompress(hvd.synchronize(handle), context)
+    with pytest.raises(MemoryError, match=why):  # and so does every later one
+        hvd.allreduce(torch.ones(10), name="small", compression=compressor)
+    flat = APSCompressor(4, 3, hierarchy="flat")
+    assert torch.equal(hvd.allreduce(torch.ones(10_000), name="a", compression=flat), torch.ones(10_000))
 
 
 def test_stats_are_those_of_all_ranks_of_a_host(two_hosts) -> None:
@@ -143,3 +186,44 @@ def test_stats_are_those_of_all_ranks_of_a_host(two_hosts) -> None:
     assert 0.01 < stats["layers"]["x"]["relative_error"] < 0.05
     everyone = hvd.allgather_object(stats["bytes_sent"], name="bytes")
     assert 2 * 10_000 <= everyone[0] + everyone[1] < 2 * 10_500 and 0.15 < stats["ratio"] < 0.18
+
+
+def test_soak_scenario() -> None:
+    """What `make soak` does for longer; its oracle is the emulation, tensor by tensor."""
+    run = soak_scenarios.Soak(seed=2)
+    for index in range(2):
+        run.run("two_levels", index)
+    assert run.n_results > 20 and run.hosted and "HOROVOD_APS_HOST" not in os.environ
+
+
+def test_residuals_go_along_into_worlds_with_other_hosts(monkeypatch) -> None:
+    """Flat, in two levels, cut in another way, flat again: results and residuals as in the emulation. Last: it ends
+    worlds, which works over MPI only if mpi4py has started it (test_torch_faults.py)."""
+    if hvd.mpi_enabled() and os.environ.get("HOROVOD_APS_TEST_MPI") != "mpi4py":
+        return
+    sizes, options = (1, 1000, 4097), {"e": 3, "m": 0, "error_feedback": True}
+    compressor, emulation, ways = APSCompressor(**options), [], []
+    for layout in ("aaaa", "aabb", "abab", "aaaa"):
+        hvd.shutdown()
+        hvd.init()
+        monkeypatch.setenv("HOROVOD_APS_HOST", layout[hvd.rank()])
+        before, emulation = emulation, hosted_exchanges(layout, Options(**options))
+        for old, new in zip(before, emulation):
+            new.load_state(old.state())
+        for seed in range(3):
+            grads = make_gradients(sizes, 4, seed=seed)
+            wanted = reduce_all(grads, emulation)[hvd.rank()]
+            results = hvd.grouped_allreduce(
+                [to_torch(x) for x in grads[hvd.rank()].values()], name="worlds", compression=compressor
+            )
+            for (name, x), result in zip(wanted.items(), results):
+                assert_same_bits(to_numpy(result), x, f"{layout} {seed} {name}")
+        kept, wanted = compressor.state_dict()["residuals"], emulation[hvd.rank()].residuals
+        n_kept = sum(hvd.allgather_object(sum(x.numel() for x in kept.values()), name=f"kept {len(ways)}"))
+        assert n_kept == sum(sizes) * (4 if layout == "aaaa" else 2)  # once per rank, or per host
+        assert len(kept) == len(wanted)
+        for (name, x), (layer, y) in zip(sorted(kept.items()), sorted(wanted.items())):
+            assert name.partition("[")[1:] == layer.partition("[")[1:]  # the same part of it
+            assert_same_bits(x, y, f"{layout} {name}")
+        ways.append(compressor.stats()["hierarchy"].split()[0])
+    assert ways == ["flat", "two-level", "two-level", "flat"]

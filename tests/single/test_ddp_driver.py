@@ -7,13 +7,16 @@ import threading
 import time
 import weakref
 
+import pytest
 import torch
 from torch.futures import Future
 
-from horovod_aps.ddp.driver import Driver, Part, Place
+from horovod_aps.ddp.driver import Driver, Part, Place, Step
+from horovod_aps.ddp.hook import _finish
 from horovod_aps.ddp.state import APSState
 from horovod_aps.engine.exchange import Exchange
 from horovod_aps.engine.layer import Layer
+from horovod_aps.errors import LostPeer, OutOfSharedMemory, cannot_go_on, failure_of
 from horovod_aps.kernels import CpuKernels
 from horovod_aps.options import Options
 from horovod_aps.transports.local import LocalTransport
@@ -59,3 +62,16 @@ def test_drivers_of_an_earlier_group_end(monkeypatch):
     state._find_group([])
     assert not state._drivers and not any(thread.is_alive() for thread in threads)
     assert not [thread for thread in threading.enumerate() if thread in threads]
+
+
+def test_lack_of_shared_memory_is_a_memory_error_of_the_step():
+    """As with Horovod; a lost peer stays what it is."""
+    step = Step()
+    for error, kind in (
+        (cannot_go_on("rank 1", failure_of(OutOfSharedMemory(10, 2, "none left")).encode()), MemoryError),
+        (cannot_go_on("rank 1", b"MemoryError: none left"), LostPeer),
+    ):
+        step.end(error)
+        with pytest.raises(kind, match="rank 1 could not go on: .*none left") as caught:
+            _finish(APSState(4, 3), [step])
+        assert caught.type is kind

@@ -45,6 +45,8 @@ from horovod_aps.options import Options, as_format
         ({"transport": "allreduce", "e": 6}, ValueError, "carries values in float16"),
         ({"transport": "allreduce", "m": 11}, ValueError, "carries values in float16"),
         ({"transport": "allreduce", "error_feedback": True}, ValueError, "does not support error_feedback=True"),
+        ({"transport": "allreduce", "hierarchy": "two-level"}, ValueError, 'hierarchy must be "auto" or "flat"'),
+        ({"hierarchy": "three-level"}, ValueError, "hierarchy must be one of 'auto', 'flat', 'two-level'"),
         ({"transport": "allreduce", "accumulate": "kahan"}, ValueError, "does not support accumulate='kahan'"),
     ],
     ids=str,

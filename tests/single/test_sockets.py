@@ -16,6 +16,7 @@ import pytest
 
 from horovod_aps.errors import LostPeer
 from horovod_aps.transports import sockets
+from horovod_aps.transports.hosts import HostedTransport
 from horovod_aps.transports.sockets import HELLO, Listener, SocketTransport
 
 MAX_LOOKS = 50_000  # before a test gives up; nothing here is measured by the clock
@@ -212,6 +213,47 @@ def test_nobody_there_is_an_error_after_the_deadline(monkeypatch):
     a._deadline = time.monotonic() - 1
     with pytest.raises(LostPeer, match="rank 1 cannot be reached at 127.0.0.1"):
         a.ready()
+
+
+def test_a_call_that_is_cut_off_is_made_again(monkeypatch):
+    class CutOff(socket.socket):
+        n_left = 3
+
+        def send(self, *args):
+            if CutOff.n_left:
+                CutOff.n_left -= 1
+                raise ConnectionResetError
+            return super().send(*args)
+
+    monkeypatch.setattr(socket, "socket", CutOff)
+    a, b, c = world(3)
+    assert CutOff.n_left == 0
+    b.post(b"here")
+    assert all_heard([a, c], 1) == [[(1, b"here")]] * 2
+
+
+def test_those_that_are_connected_hear_of_one_that_is_not(monkeypatch):
+    """Ranks 1 and 2 do not reach each other; rank 0 reaches both, and would wait for what they say first."""
+    below = world(3, connect=False)
+    call = below[2]._call
+    monkeypatch.setattr(below[2], "_call", lambda other: None if other == 1 else call(other))
+    ranks = [HostedTransport(one, "", host) for one, host in zip(below, "aab")]
+    until(lambda: not any([rank.ready() for rank in ranks]) and below[0].ready())
+    for lost in (1, 2):
+        below[lost]._deadline = 0
+        with pytest.raises(LostPeer, match=f"rank {3 - lost} cannot be reached"):
+            ranks[lost].ready()
+
+    def is_told() -> bool:
+        try:
+            return ranks[0].ready()
+        except LostPeer as error:
+            return "could not go on: LostPeer: rank" in str(error) and "cannot be reached" in str(error)
+
+    until(is_told)
+    for rank in ranks:
+        with pytest.raises(LostPeer, match="cannot be reached"):
+            rank.ready()
 
 
 def test_close_takes_leave_and_leaves_nothing_open():

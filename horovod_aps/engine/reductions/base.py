@@ -28,6 +28,7 @@ from horovod_aps.kernels import (
     SUM_FLOAT,
     SUM_FORMAT,
     SUM_KAHAN,
+    copied,
 )
 from horovod_aps.options import Options
 from horovod_aps.timeline import Phases
@@ -97,7 +98,7 @@ class Work:
     """Whether any rank is asked to, where ranks measure for each other."""
 
     def __post_init__(self) -> None:
-        self.table = self.bucket.segments.copy()
+        self.table = copied(self.bucket.segments)
         self._point_at([layer.source for layer in self.layers])
         self.factors = [layer.factor for layer in self.layers]
         self.table["factor"] = self.bucket.by_segment(np.array(self.factors))
@@ -107,7 +108,7 @@ class Work:
         """The same work for some of the segments, which `bucket` has, and whose float32 values stand in a row."""
         part = copy.copy(self)
         part.bucket, part.measured_layers, part.owned = bucket, bucket.layer_of_segment, [values]
-        part.table = bucket.segments.copy()
+        part.table = copied(bucket.segments)
         part.table["factor"] = self.table["factor"][rows]
         starts = np.cumsum(part.table["n"]) - part.table["n"]
         part.table["data"] = self.kernels.address(values) + (4 * starts).astype(np.uint64)
@@ -169,7 +170,7 @@ class Work:
 
     def exact_sums(self, segments: np.ndarray, scratch: Any, inputs: list[np.ndarray]) -> np.ndarray:
         """Sums that nothing has rounded to (e, m), in `scratch`, as segments that point at them."""
-        exact = segments.copy()
+        exact = copied(segments)
         starts = 4 * (np.cumsum(exact["n"]) - exact["n"])
         exact["data"] = self.kernels.address(scratch) + starts.astype(np.uint64)
         exact["dtype"], exact["factor"] = 0, 1

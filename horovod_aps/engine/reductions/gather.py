@@ -27,7 +27,7 @@ class Gather(Owners):
     def run(self, work: Work) -> Steps:
         work.table["offset"] = self._offsets
         own, layer_of_segment = self._messages[self._rank], work.bucket.layer_of_segment
-        mine = work.table[self._mine].copy()
+        mine = work.table[self._mine]
         mine["offset"] -= own.start
         work.phase("APS_SCAN")
         yield work.kernels.scan(mine, stochastic=work.bucket.is_stochastic)

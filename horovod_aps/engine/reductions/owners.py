@@ -50,7 +50,7 @@ class Owners(Reduction):
         work.phase("APS_DECODE")
         work.point_at_targets()
         own = self._messages[self._rank]
-        mine = work.table[self._mine].copy()
+        mine = work.table[self._mine]
         mine["offset"] -= own.start
         inputs = [received.get(k, send[own]) for k in range(len(self._messages))]
         work.kernels.decode(mine, inputs, work.mode)

@@ -17,6 +17,7 @@ import numpy as np
 
 from horovod_aps.engine.layout import EXPONENT_BYTES, BucketLayout
 from horovod_aps.engine.reductions.base import Reduction, Steps, Work
+from horovod_aps.kernels import copied
 from horovod_aps.transports.base import Request
 
 
@@ -79,7 +80,7 @@ class ScatterGather(Reduction):
     def _reduce(self, work: Work, inputs: list[np.ndarray], sums: np.ndarray) -> Generator[Request, None, np.ndarray]:
         """Write the sums of this rank's shard; returns their exponents."""
         work.phase("APS_REDUCE")
-        mine = self._mine.copy()
+        mine = copied(self._mine)
         mine["exponent"] = work.table["exponent"][self._rows]
         mine["factor"] = work.table["factor"][self._rows]
         exact = scratch = None

@@ -21,7 +21,7 @@ from horovod_aps.engine.reductions.base import N_COLUMNS, Reduction, Steps, Work
 from horovod_aps.engine.reductions.scatter_gather import ScatterGather
 from horovod_aps.engine.reductions.swap import Swap
 from horovod_aps.formats import FLOAT32
-from horovod_aps.kernels import EXP_ZERO, ITEM_SIZES
+from horovod_aps.kernels import EXP_ZERO, ITEM_SIZES, copied
 from horovod_aps.kernels import FLOAT32 as FLOAT32_CODE
 from horovod_aps.transports.hosts import Hosts
 from horovod_aps.transports.memory import FILLED, READ, SCANNED, Need, Visit
@@ -150,7 +150,7 @@ class TwoLevel(Reduction):
         for number, piece in enumerate(self._pieces):
             yield visit.free(number)
             work.phase("APS_HOST_WRITE")
-            table = piece.table.copy()
+            table = copied(piece.table)
             table["data"] = sources[piece.layer] + (table["first"] * _SIZES[table["dtype"]]).astype(np.uint64)
             work.kernels.encode(table[piece.written], visit.part(number, place))
             visit.wrote(number)

@@ -22,7 +22,7 @@ from horovod_aps.engine.reductions.base import N_COLUMNS, Reduction, Steps, Work
 from horovod_aps.engine.reductions.scatter_gather import ScatterGather
 from horovod_aps.engine.reductions.swap import Swap
 from horovod_aps.formats import FLOAT32
-from horovod_aps.kernels import EXP_ZERO
+from horovod_aps.kernels import EXP_ZERO, copied
 from horovod_aps.kernels import FLOAT32 as FLOAT32_CODE
 from horovod_aps.transports.base import Request
 from horovod_aps.transports.hosts import Hosts
@@ -74,7 +74,7 @@ class TwoLevelByMessages(Reduction):
         """Copy the gradients, as float32, to where they are sent from."""
         work.phase("APS_HOST_COPY")
         work.staged = work.lease.take(self._shards[-1].stop)
-        table = self._floats.copy()
+        table = copied(self._floats)
         table["data"], table["dtype"] = work.table["data"], work.table["dtype"]
         return work.kernels.copy(table, work.staged)
 
@@ -111,7 +111,7 @@ class TwoLevelByMessages(Reduction):
         outgoing = self._of_near([staged[part] for part in self._shards])
         yield work.transport.transfer(outgoing, self._of_near(inputs), work.tag)
         work.phase("APS_HOST_SUM")
-        table = self._floats[self._rows[place]].copy()
+        table = copied(self._floats[self._rows[place]])
         table["offset"] -= shard.start
         starts = 4 * (np.cumsum(table["n"]) - table["n"])
         table["data"] = work.kernels.address(sums) + starts.astype(np.uint64)
