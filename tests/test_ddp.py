@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,17 +15,13 @@ from pathlib import Path
 import pytest
 from test_parallel import ENVIRONMENT, HOROVODRUN, ROOT, launch, run
 
+from horovod_aps.bench.ports import free_port
+
 WORKER = ROOT / "tests" / "workers" / "ddp_worker.py"
 FILES = ("test_ddp.py", "test_ddp_hooks.py", "test_ddp_operations.py", "test_fsdp.py")
 SMALL, MOBILE = "--backend ddp --synthetic --max-steps 2 --batch-size 2", "lraspp_mobilenet_v3_large"
 THREE_RANKS = "simulation or 200 or groups or join or unused or options or shard or operations"
 TORCHRUN = [str(HOROVODRUN.with_name("torchrun")), "--nproc-per-node", "2"]
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def test_torchrun(tmp_path):
@@ -40,7 +35,7 @@ def test_torchrun_three_ranks(tmp_path):
 
 @pytest.mark.parametrize("n_ranks", [2, 3])
 def test_ddp_and_horovod_under_mpirun(n_ranks, tmp_path):
-    launch("mpirun", n_ranks, ["test_ddp_and_horovod.py"], tmp_path, env={"MASTER_PORT": free_port()})
+    launch("mpirun", n_ranks, ["test_ddp_and_horovod.py"], tmp_path, env={"MASTER_PORT": str(free_port())})
 
 
 def test_a_restart_of_torchrun_goes_on_where_the_killed_run_was(tmp_path):
@@ -83,7 +78,7 @@ def test_two_levels(tmp_path):
 @pytest.mark.parametrize("n_ranks", [2, 3])
 def test_survivors_of_a_killed_rank_end_with_an_error(n_ranks, tmp_path):
     """Without a launcher, which would end them itself."""
-    port = free_port()
+    port = str(free_port())
     ranks = []
     for rank in range(n_ranks):
         place = {"RANK": str(rank), "WORLD_SIZE": str(n_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

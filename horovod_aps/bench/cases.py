@@ -1,7 +1,6 @@
 """One case of a measurement: a work on a number of hosts, joined by a link, started by a launcher."""
 
 import json
-import socket
 import statistics
 import sys
 import tempfile
@@ -12,6 +11,7 @@ from typing import Any
 
 from horovod_aps.bench.cluster import Cluster, ClusterError
 from horovod_aps.bench.names import bits_per_element
+from horovod_aps.bench.ports import free_port
 
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -111,12 +111,6 @@ def _run_workers(case: Case, methods: list[str], cluster: Cluster, settings: Set
             )
         result: dict[str, Any] = json.loads(result_path.read_text())
         return result
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def derive(result: dict[str, Any]) -> None:

@@ -71,9 +71,8 @@ def _ticket_name(process_set_id: int, packed: bool) -> str:
     return f"ticket_{process_set_id}_{'packed' if packed else 'allreduce'}"
 
 
-def _note_link(process_set_id: int, is_there: bool) -> None:
-    """Say in all tickets to come whether this rank has a link to the others."""
-    (_linked.add if is_there else _linked.discard)(process_set_id)
+def _renew_tickets(process_set_id: int) -> None:
+    """Say in all tickets to come, those of graphs made earlier too, what holds for this rank now."""
     for packed in (False, True):
         variable = shared_variables.get(_ticket_name(process_set_id, packed))
         if variable is not None:
@@ -132,7 +131,8 @@ class Links:
         name, place = f"{ps_id} {ranks} {stem}", ranks.index(mpi_ops.rank())
         transport = world.link(name, ranks, place, n_able, addresses, self._why_flat, by_messages)
         link = self._links[ps_id] = Link(SharedTransport(transport), _world_numbers[ps_id], ranks, rank)
-        _note_link(ps_id, True)
+        _linked.add(ps_id)
+        _renew_tickets(ps_id)
         return link
 
     def drop(self, process_set_id: int) -> None:
@@ -140,7 +140,8 @@ class Links:
         link = self._links.pop(process_set_id, None)
         if link is not None:
             link.shared.transport.close()
-            _note_link(process_set_id, False)
+            _linked.discard(process_set_id)
+            _renew_tickets(process_set_id)
 
 
 def _smallest(value: int, process_set_id: int) -> int:

@@ -50,7 +50,7 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(devices, "Addresses", DeviceAddresses)
     monkeypatch.setattr(devices, "kernels", lambda: CudaKernels(cuda_standin, block=32))
     cuda_standin.reset(hvd.rank())
-    links._note_link(0)  # what this rank can do, graphs made earlier have in a variable
+    links._renew_tickets(0)  # what this rank can do, graphs made earlier have in a variable
 
 
 def run(step, tensors, graph: bool, device: str = GPU):
@@ -126,7 +126,7 @@ def test_a_rank_that_cannot_pack_on_a_gpu(graph, monkeypatch):
     """Without CuPy, or without a GPU: then all pack on the host, for they would not find each other."""
     if hvd.rank() == 0:
         monkeypatch.setattr(devices, "array_module", lambda: None)
-    links._note_link(0)
+    links._renew_tickets(0)
     grads = make_gradients((9, 100), hvd.size())
     check(reduce(grads, APSCompressor(4, 3), graph), expected(grads, Format(4, 3), factor=AVERAGE))
     assert not cuda_standin.counts()["launches"]

@@ -38,12 +38,12 @@ def by_operations():
         monkeypatch.setattr(operations.HorovodOperations, "_start", noted)
         monkeypatch.setattr(operations, "may_carry", lambda: True)
         monkeypatch.setattr(operations, "carry", lambda gpu: True)
-        links._note_link(0)  # which graphs made earlier have in a variable
+        links._renew_tickets(0)  # which graphs made earlier have in a variable
         return begun
 
     yield start
     monkeypatch.undo()
-    links._note_link(0)
+    links._renew_tickets(0)
 
 
 def both_ways(by_operations, gpu, graph, **options) -> tuple[list, APSCompressor]:
@@ -114,7 +114,7 @@ def test_ranks_agree_on_the_way(by_operations, monkeypatch):
     compressor = APSCompressor(4, 3)
     with monkeypatch.context() as without:
         without.setattr(operations, "may_carry", lambda: hvd.rank() > 0)
-        links._note_link(0)
+        links._renew_tickets(0)
         reduce(make_gradients((9,), hvd.size()), compressor, True)
     assert not begun and "through pinned host memory" in compressor.stats()["hierarchy"]
 

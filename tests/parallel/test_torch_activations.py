@@ -5,8 +5,6 @@ Oracle: the same training without a saver, within the error that the bounds allo
 
 from __future__ import annotations
 
-import socket
-
 import horovod.torch as hvd
 import pytest
 import torch
@@ -15,6 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch_common import assert_replicas_equal
 
 from horovod_aps.activations import ActivationCompressor
+from horovod_aps.bench.ports import free_port
 from horovod_aps.torch import APSCompressor
 
 hvd.init()
@@ -74,10 +73,7 @@ def test_activations_and_gradients_are_compressed_at_once():
 
 
 def test_activations_under_ddp():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    port = hvd.broadcast_object(port, root_rank=0, name="activations.port")
+    port = hvd.broadcast_object(free_port(), root_rank=0, name="activations.port")
     torch.distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=hvd.rank(), world_size=hvd.size()
     )

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from horovod_aps import config
+from horovod_aps.bench.ports import free_port
 from horovod_aps.tools import cli
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -161,12 +161,6 @@ for where, text, module in json.load(open(sys.argv[1])):
         everyone = doctor.gather_lines(hvd, names["result"].tobytes().hex(), where)
         assert len(everyone) == 2 and len(set(everyone)) == 1, (where, everyone)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def names_of(script: str, where: str) -> tuple[str, str]:
